@@ -1,5 +1,4 @@
-"""Records that identify the base model of adapters, which a checkpoint of adapters has instead of its
-weights."""
+"""Record of an adapter checkpoint's base model, stored in place of the base weights."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ _HASHED = 2**20
 
 
 class BaseModel:
-    """The base model of adapters, by which their checkpoint is recognised as belonging to this model.
+    """The base model of adapters, with which their checkpoint is matched.
 
     Args:
-        source: its files.
+        source: the base model's files.
     """
 
     def __init__(self, source: HuggingFaceSource) -> None:
@@ -39,11 +38,11 @@ class BaseModel:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the sizes, first and last bytes of its weight files, in the order of their names."""
+        """Digest of size, first and last bytes of each weight file, in the order of file names."""
         return _digest_of(self._source.files())
 
     def write(self, directory: Path, peft: Mapping[str, Any]) -> None:
-        """Record in a checkpoint of adapters which model they change, and how."""
+        """Record in an adapter checkpoint its base model and adapter settings."""
         record = {
             "model_name": peft["base_model_name_or_path"],
             "weights": self.digest,
@@ -52,10 +51,10 @@ class BaseModel:
         (directory / BASE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def require_same(self, directory: Path, peft: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint without adapters, or with adapters of another scale or base model. Local.
+        """Check that a checkpoint contains adapters of the same settings and base model. Local.
 
         Raises:
-            CheckpointError: with the difference.
+            CheckpointError: it does not; the message describes the difference.
         """
         if not is_file(directory / BASE_FILE):
             raise CheckpointError(
@@ -72,7 +71,7 @@ class BaseModel:
                     f"gives {peft.get(key)!r}. Fix: set {_KEY}.{name} to the checkpoint's"
                 )
         weights, place = record.get("weights"), self._source.directory
-        # Earlier versions counted all files of that kind.
+        # Earlier versions hashed all safetensors files.
         if weights != self.digest and weights != _digest_of(sorted(place.glob("*.safetensors"))):
             raise CheckpointError(
                 f"{directory} holds adapters of {record.get('model_name')}, but the weights in "
@@ -83,8 +82,8 @@ class BaseModel:
 
 def _digest_of(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    # Hash only a part of each file, because reading every byte would take minutes at each start. A file
-    # begins with the names and shapes of its tensors.
+    # Hash only the ends of each file, because reading every byte would take minutes at each start. A file's
+    # header contains names and shapes of its tensors.
     for path in files:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -96,10 +95,10 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def refuse_adapters(directory: Path) -> None:
-    """Refuse a checkpoint of adapters for a model that has none. Local.
+    """Check, for a model without adapters, that the checkpoint contains none. Local.
 
     Raises:
-        CheckpointError: the checkpoint holds adapters.
+        CheckpointError: the checkpoint contains adapters.
     """
     if is_file(directory / BASE_FILE):
         name = _read_json(directory / BASE_FILE).get("model_name")

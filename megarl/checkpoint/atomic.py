@@ -1,5 +1,5 @@
-"""Directories that disappear at once when removed; a failure to remove one is logged, and never stops
-a run."""
+"""Removal of directories: a removed directory disappears at once, and a failure is logged and never stops a
+run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from converters.files.atomic import rename_surely
 logger = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = "tmp_"
-"""Prefix of the name of every directory that is unfinished or being removed; readers never look inside."""
+"""Name prefix of directories that are unfinished or being removed; readers never look inside."""
 
 
 def remove_directory(directory: Path) -> bool:
     """Rename a directory to a temporary name, so that it disappears at once, then delete its files.
 
-    A file that cannot be deleted is logged and left under the temporary name: deletion never stops a run.
+    A file that cannot be deleted is logged and stays under the temporary name.
 
     Returns:
-        Whether the directory is gone from its old name.
+        True if the directory no longer exists under its name.
     """
-    # Add a random part to the name, because remains of an earlier removal that failed may still exist.
+    # A random suffix, because an earlier removal may have failed and left files.
     doomed = directory.with_name(f"{TEMPORARY_PREFIX}deleted_{directory.name}_{secrets.token_hex(4)}")
     try:
         rename_surely(directory, doomed)
@@ -36,7 +36,7 @@ def remove_directory(directory: Path) -> bool:
 
 
 def remove_tree(directory: Path) -> None:
-    """Delete a directory that nobody reads; a failure is logged, and leaves the remaining files."""
+    """Delete a directory that nobody reads. A failure is logged; the remaining files stay."""
     try:
         shutil.rmtree(directory)
     except OSError as error:

@@ -1,9 +1,8 @@
-"""Checkpoints that are written while training continues: workers leave the files in shared memory, and a
-process
-writes them from there to disk.
+"""Asynchronous checkpoints: workers leave the files in shared memory, from which a process writes them to
+disk while training continues.
 
-The workers use the code that otherwise writes to disk, except for tensors, which they stage (``staging``);
-the files are the same to the last byte. Each node has such memory and such a process (``node_memory``).
+Workers run the code that otherwise writes to disk, except that they stage tensors (``staging``); the
+resulting files are identical. Each node has its own shared memory and writing process (``node_memory``).
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from megarl.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = "megarl-checkpoint-"
-# A checkpoint may be larger than the previous one, or than estimated, by this factor.
+# Factor by which a checkpoint may be larger than the previous one, or than estimated.
 _SPARE = 1.25
 
 
 def seal(directory: Path, known: Mapping[str, Entry] | None = None) -> None:
-    """Wait until all files below ``directory`` are on disk, and write their manifest.
+    """Sync all files below ``directory`` to disk and write their manifest.
 
     Args:
-        directory: of a checkpoint.
-        known: entries of files, by their paths below ``directory``; these files are not read again.
+        directory: directory of a checkpoint.
+        known: manifest entries of files, by relative path; these files are not read again.
 
     Raises:
         OSError: a file cannot be read or written.
-        CheckpointError: there is something that is not a file.
+        CheckpointError: the directory contains a link or special file.
     """
     fsync_tree(directory)
     write_manifest(directory, known)
@@ -53,31 +52,32 @@ class Write(Protocol):
         """Return whether the write has ended, successfully or not."""
 
     def wait(self, longest_s: float) -> float:
-        """Wait until everything is on disk, with its manifest, and return the seconds since the write began.
-        Afterwards nothing is left in shared memory.
+        """Wait until everything is on disk, with its manifest; return the seconds since the write began.
+        Afterwards shared memory is empty.
 
         Raises:
-            CheckpointError: the checkpoint could not be written, or took longer than ``longest_s`` from now
-                on.
+            CheckpointError: the checkpoint could not be written, or not within ``longest_s`` seconds of this
+                call.
             OSError: the manifest could not be written.
         """
 
     def abort(self) -> None:
-        """End the write, whatever it is doing, and discard the checkpoint."""
+        """Stop the write at any point and discard the checkpoint."""
 
 
 class CheckpointMemory(Protocol):
-    """The shared memory in which a checkpoint waits to be written to disk; it holds one at a time."""
+    """Shared memory in which one checkpoint at a time waits to be written to disk."""
 
     def take(self, needed: int) -> bool:
-        """Make empty directories for a checkpoint of that size, and return whether there is room for them."""
+        """Create empty directories for a checkpoint of ``needed`` bytes; return False if there is too little
+        memory."""
 
     def directories(self, role: str) -> Path | list[Path]:
-        """Return where the ranks of a role write, after ``take``: one directory for all of them, or a list
-        with one directory for each."""
+        """Return where the ranks of a role write after ``take``: one directory for all, or a list with one
+        per rank."""
 
     def hold(self) -> None:
-        """Open the files that the ranks have left, which are complete by then. From now on the ranks may die
+        """Open the files that the ranks have left, which must be complete. From then on the ranks may die
         without loss.
 
         Raises:
@@ -85,7 +85,7 @@ class CheckpointMemory(Protocol):
         """
 
     def write(self, target: Path) -> Write:
-        """Begin to write the ranks' files to a directory on disk, which may hold further files of the
+        """Begin writing the ranks' files to a directory on disk, which may already contain other files of the
         checkpoint. Call it after ``hold``.
 
         Raises:
@@ -93,52 +93,51 @@ class CheckpointMemory(Protocol):
         """
 
     def free(self) -> None:
-        """Discard what is in the memory, even while it is being written."""
+        """Discard the content of the memory, even during a write."""
 
 
 def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
-    """Return where the checkpoints of a directory wait in shared memory. The path is the same in every launch
-    of a run.
+    """Return the path of a checkpoint directory's shared memory, equal in every launch of a run.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
-        node: distinguishes the nodes of a run, which may share this memory, or be one machine.
+        node: name that distinguishes the nodes of a run, which may be one machine; empty for a single node.
     """
-    # Use a digest instead of the path, which may be longer than a file name can be. The user's number
-    # separates users of one machine.
+    # A digest, because a path may exceed the maximum length of a file name. The user id separates users of
+    # one machine.
     digest = hashlib.sha256(os.fsencode(checkpoint_dir)).hexdigest()[:16]
     return SHARED_MEMORY / f"{_NAME}{os.getuid()}-{digest}{f'-{node}' if node else ''}"
 
 
 def waits_in_memory(path: Path) -> bool:
-    """Return whether a checkpoint's directory is one that waits in shared memory."""
+    """Return whether a checkpoint's directory is in shared memory."""
     return any(
         parent.parent == SHARED_MEMORY and parent.name.startswith(_NAME) for parent in (path, *path.parents)
     )
 
 
 def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: int = 0) -> Path | None:
-    """Return an empty directory in shared memory that only this user may open, or None if there is no room
-    for ``needed`` bytes and a little more.
+    """Create an empty directory in shared memory that only this user may open; return None if ``needed``
+    bytes plus a margin are not available.
 
-    The caller holds the run's lock: a directory of checkpoints has one such memory, and what a killed launch
-    left there is removed.
+    The caller must hold the run's lock: a checkpoint directory has one such memory, and what a killed launch
+    left in it is removed.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
         needed: bytes of the checkpoint on this node.
         node: as in ``memory_of``.
-        kept_bytes: bytes that the ranks have kept for it from an earlier checkpoint.
+        kept_bytes: bytes of memory that the ranks reuse from an earlier checkpoint.
     """
     path = memory_of(checkpoint_dir, node)
     try:
-        # Free memory first: what a killed launch left there does not count as available.
+        # Free memory first, because files left by a killed launch do not count as available.
         free_memory(checkpoint_dir, node)
-        # Check the available memory: when shared memory is full, a write to it kills the process with a
-        # signal instead of raising an error.
+        # Check the available memory: with shared memory full, a write kills the process with a signal instead
+        # of raising an error.
         if available_bytes() < _SPARE * needed - kept_bytes:
             return None
-        # ``mkdir`` fails if another user has created something under this name, which this run must not use.
+        # ``mkdir`` fails if another user has created this name, which this run must not use.
         path.mkdir(mode=0o700)
     except OSError:
         return None
@@ -146,47 +145,47 @@ def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: i
 
 
 def free_memory(checkpoint_dir: Path, node: str = "") -> None:
-    """Remove what waits in shared memory for a directory of checkpoints."""
+    """Remove the files in shared memory for a checkpoint directory."""
     _free(memory_of(checkpoint_dir, node))
 
 
 def tidy_memory(checkpoint_dir: Path) -> None:
-    """Remove what killed launches have left in this machine's shared memory for a directory of checkpoints,
-    whatever the node was called then."""
+    """Remove the files that killed launches left in this machine's shared memory for a checkpoint directory,
+    under any node name."""
     own = memory_of(checkpoint_dir)
     for path in (own, *own.parent.glob(f"{own.name}-*")):
         _free(path)
 
 
 def _free(path: Path) -> None:
-    """Remove a directory that belongs to this user."""
+    """Remove a directory if it belongs to this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
-        # Everybody may write to /dev/shm: leave another user's link or directory of this name alone.
+        # Every user may write to /dev/shm: do not touch another user's link or directory of this name.
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
             remove_tree(path)
 
 
 def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dict[str, Entry]:
-    """Move all files below ``source`` to the same paths below ``target``, and create those that ranks have
-    staged. Each file is on disk before it leaves shared memory.
+    """Move all files below ``source`` to the same paths below ``target``, and create the staged ones there.
+    Each file is synced to disk before it is removed from shared memory.
 
     Args:
         source, target: directories.
-        staged: as returned by ``open_staged``.
+        staged: result of ``open_staged``.
 
     Returns:
-        Size and hash of each file as it was in memory, by its path below ``target``.
+        Size and hash of each file as it was in memory, by relative path.
 
     Raises:
         OSError: a file cannot be written.
-        CheckpointError: there is no file, or one is staged in memory that is not open.
+        CheckpointError: there is no file, or the memory of a staged file is not open.
     """
 
     def moved(name: str) -> tuple[str, Entry]:
         if not name.endswith(SUFFIX):
-            # Hash the file in memory before the copy, so that bytes that the disk corrupts are detected when
-            # the checkpoint is read.
+            # Hash in memory before the copy, so that corruption on the disk is detected when the checkpoint
+            # is read.
             entry = entry_of(source / name)
             shutil.copyfile(source / name, target / name)
             fsync_file(target / name)
@@ -194,16 +193,17 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
             entry = staged[name].write((target / name).parent)
         else:
             raise CheckpointError(f"the memory that holds {plain_name(name)} is not open; a defect of megarl")
-        # Remove the source only after the copy is on disk: until then the memory holds the only copy.
+        # Until the copy is on disk, memory has the only one.
         (source / name).unlink()
         return plain_name(name), entry
 
-    # Move several files at a time, because fsync of a single file leaves the disk idle between its flushes.
+    # Several files at a time, because the fsync of a single file leaves the disk idle between flushes.
     return dict(in_parallel(moved, files_to_move(source, target)))
 
 
 def files_to_move(source: Path, target: Path) -> list[str]:
-    """Return the paths of the files below ``source``, and create their directories below ``target``.
+    """Return the relative paths of the files below ``source``, and create their directories below
+    ``target``.
 
     Raises:
         OSError: a directory cannot be created.

@@ -1,4 +1,4 @@
-"""A checkpoint directory that all ranks write together, and that appears complete or not at all."""
+"""Checkpoint directories that all ranks write together and that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from megarl.errors import CheckpointError, MegarlError, StorageError, UnusableCh
 
 @contextlib.contextmanager
 def appears_whole(directory: Path) -> Iterator[Path]:
-    """Yield a staging directory on all ranks. It becomes ``directory`` at the end, or is removed if any rank
-    fails before that.
+    """Yield a staging directory on all ranks. On a normal exit it is renamed to ``directory``; if any rank
+    fails, it is removed. Collective over all ranks.
 
-    All files are written there, next to ``directory``, and synced to disk; rank 0 alone renames the
-    directory. A collective over all ranks.
+    Files are written to the staging directory next to ``directory`` and synced to disk; rank 0 alone renames
+    it. Ranks may pass different directories, such as one per node in shared memory; then the first rank of
+    each directory does what rank 0 does otherwise.
 
-    Ranks may be given different directories, those of each node one in its memory. Then the first rank with a
-    path does there what rank 0 does otherwise.
-
-    An exception leaves the block at once: another rank may be inside a collective of the block, where no
-    agreement could reach it. Put work that each rank does for itself into ``failing_together``.
+    An exception leaves the context at once, without an agreement: another rank may be in a collective of the
+    context, where it could not take part. Wrap work that each rank does by itself in ``failing_together``.
 
     Raises:
-        CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.
+        CheckpointError: on all ranks, if ``directory`` is not empty or cannot be written.
     """
-    # Stage in the same parent directory, because a rename is atomic only within one file system.
+    # In the same parent directory, because a rename is atomic only within one file system.
     staging = directory.parent / f".{directory.name}.partial"
     first = _is_first_of(directory)
     _agree(_prepare(directory, staging) if first else None)
     try:
         yield staging
-        # Wait until all ranks have written, because the first rank renames the files of all of them.
+        # Wait for all ranks, because the first rank renames the files of all of them.
         dist.barrier()
         _publish_together(directory, staging, first)
     except BaseException:
@@ -51,16 +49,16 @@ def appears_whole(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """Run work that each rank does for itself, without collectives; a failure on one rank becomes a failure
-    on all. A collective over all ranks.
+    """Within the context, run work that each rank does by itself; a failure on one rank is raised on all.
+    Collective over all ranks at the end; the work must contain no collectives.
 
     Args:
-        what: for the message, for example ``writing random-number states to DIRECTORY``.
+        what: the work, for the message, such as ``writing random-number states to DIRECTORY``.
 
     Raises:
-        CheckpointError: on all ranks, when any failed; names the first rank that did. On that rank the cause
-            is its own exception.
-        StorageError: the same, if the storage failed on the first rank.
+        CheckpointError: on all ranks if any failed; the message names the first one. On that rank the
+            exception's cause is the original error.
+        StorageError: the same, if the first rank's failure was one of the storage.
     """
     failure: Exception | None = None
     try:
@@ -76,18 +74,18 @@ def failing_together(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_alike() -> Iterator[None]:
-    """Run work without collectives, or with collectives that end on all ranks; an error of one rank becomes
-    an error of the same kind on all. A collective over all ranks.
+    """Within the context, run work whose error on one rank is raised with the same class on all. Collective
+    over all ranks at the end; collectives in the work must end on all ranks.
 
     Raises:
-        CheckpointError: of the kind that another rank raised.
-        Exception: this rank's own, unchanged, of any kind.
+        CheckpointError: another rank failed; a subclass if that rank raised it.
+        Exception: this rank's own error, unchanged.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
-        # Catch errors of any class: if a rank left here, the others would wait for it.
+        # Catch every class of error: if this rank left here, the others would wait for it.
         failure = error
     kind = next((kind for kind in _KINDS if isinstance(failure, kind)), CheckpointError)
     text = str(failure) if isinstance(failure, MegarlError) else f"{type(failure).__name__}: {failure}"
@@ -99,7 +97,7 @@ def failing_alike() -> Iterator[None]:
             raise _KINDS[found[0]](f"rank {rank}: {found[1]}")
 
 
-# Order the classes from narrowest to widest, because the first class that matches is raised.
+# From narrowest to widest, because the first matching class is raised.
 _KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
 
 
@@ -112,7 +110,7 @@ def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -
 
 
 def _prepare(directory: Path, staging: Path) -> str | None:
-    """Make an empty staging directory; return the reason if that fails."""
+    """Create an empty staging directory; return the reason if that fails."""
     try:
         if directory.exists() and any(directory.iterdir()):
             return f"{directory} exists and is not empty: checkpoints are never overwritten; give a new path"
@@ -124,30 +122,30 @@ def _prepare(directory: Path, staging: Path) -> str | None:
 
 
 def _is_first_of(directory: Path) -> bool:
-    """Return whether this rank is the first of those that are given this path. A collective over all
+    """Return whether this rank is the lowest of the ranks that pass the same path. Collective over all
     ranks."""
     return gather_objects(str(directory)).index(str(directory)) == dist.get_rank()
 
 
 def _publish_together(directory: Path, staging: Path, first: bool) -> None:
-    """Give the staging directories their final names, all or none. A collective over all ranks."""
+    """Rename all staging directories to their final names, or none. Collective over all ranks."""
     problem = _publish(directory, staging) if first else None
     try:
         _agree(problem)
     except CheckpointError:
         if first and problem is None:
-            # Remove this directory, because another directory did not get its final name.
+            # Another directory could not be renamed, so remove this one.
             shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
 def _publish(directory: Path, staging: Path) -> str | None:
-    """Sync the staging directory to disk and give it its final name; return the reason if that fails."""
+    """Sync the staging directory to disk and rename it to its final name; return the reason if that fails."""
     try:
         fsync_tree(staging)
         if directory.exists():
-            # The user may have created an empty directory. Remove it before the rename, since a rename cannot
-            # replace a directory that has content.
+            # The user may have created an empty directory. rmdir fails, with the reason, if the directory has
+            # content by now.
             directory.rmdir()
         rename_surely(staging, directory)
     except OSError as error:

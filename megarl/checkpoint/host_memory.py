@@ -1,6 +1,5 @@
-"""Memory that a process of this machine may still allocate: what the system has free, within what the
-container's
-control group allows."""
+"""Memory that a process of this machine may still allocate: the system's free memory, limited by the
+container's control group."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-# The entries are versions of control groups: the directory, the files of limit and usage, and the line of
+# One entry per control-group version: directory, file of the limit, file of the usage, and the line of
 # ``memory.stat`` that counts reclaimable memory.
 _VERSIONS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
@@ -18,11 +17,11 @@ _VERSIONS = (
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be allocated without evicting anything."""
-    # Take the smallest limit: a container may use less than its machine has.
+    """Return the bytes that can be allocated without swapping or hitting a memory limit."""
+    # The smallest limit counts: a container may be allowed less than its machine has.
     limits = [psutil.virtual_memory().available]
     for directory, limit, usage, cached in _VERSIONS:
-        # The file may be absent, or contain "max" if there is no limit.
+        # A file may be missing, or contain "max" if there is no limit.
         with contextlib.suppress(OSError, ValueError):
             stat = dict(map(str.split, (directory / "memory.stat").read_text().splitlines()))
             used = int((directory / usage).read_text()) - int(stat.get(cached, 0))

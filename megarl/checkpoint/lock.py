@@ -1,9 +1,8 @@
 """A lock that keeps a second live run out of a run directory.
 
 The owner holds a kernel lock (``flock``) on the lock file and writes its identity into it. The kernel
-releases
-the lock when the process dies for any reason, so on one host a dead owner never blocks. Where the kernel lock
-has no effect (another host, a file system without locks) the written owner decides.
+releases the lock when the process dies for any reason, so on one host a dead owner never blocks. Where kernel
+locks have no effect (another host, a file system without locks), the identity in the file decides.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Owner:
     Attributes:
         pid: process id on ``host``.
         host: host name.
-        boot_id: id of the host's boot; a different id means that the process is gone.
-        process_start: start of the process in clock ticks since boot (field 22 of ``/proc/PID/stat``), which
-            reveals a reused pid.
-        job_id: Slurm job, or empty.
-        job_restart: number of times that Slurm had requeued the job.
+        boot_id: the kernel's boot id; a different one means that the process is gone.
+        process_start: start time of the process in clock ticks since boot (field 22 of ``/proc/PID/stat``),
+            which reveals a reused pid.
+        job_id: Slurm job id; empty without Slurm.
+        job_restart: how often Slurm had requeued the job.
         directory: absolute path of the run directory; empty in locks of earlier versions.
     """
 
@@ -57,11 +56,11 @@ class Owner:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Return the process that holds the lock of a run directory, or died holding it; None if there is none.
-    No lock is taken, so a run is never hindered.
+    """Return the process that holds the lock of a run directory, or that died holding it; None if there is
+    none. Takes no lock, so a run is never hindered.
 
     Raises:
-        OSError: the lock exists but cannot be read, so nothing is known of a run.
+        OSError: the lock file exists but cannot be read, so it is unknown whether a run is live.
     """
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
@@ -81,15 +80,14 @@ def has_ended(owner: Owner) -> bool | None:
 
 
 class RunLock:
-    """The right to write into a run directory.
+    """Exclusive right to write to a run directory.
 
     Use it as a context manager, or call ``acquire`` and ``release``.
     """
 
     def __init__(self, directory: str | Path) -> None:
         """Args:
-        directory: the run directory; created if missing.
-        """
+        directory: the run directory; created if missing."""
         self.directory = Path(directory)
         self.path = self.directory / LOCK_NAME
         self._descriptor = -1
@@ -100,13 +98,14 @@ class RunLock:
         return self._descriptor >= 0
 
     def acquire(self) -> RunLock:
-        """Take the lock, also from an owner that is certainly dead.
+        """Take the lock; an owner that is certainly dead does not prevent it.
 
-        An owner is dead when its host's kernel says so, or when it is an earlier start of this Slurm job.
+        An owner is certainly dead if the kernel of this host reports its end, or if it is an earlier start of
+        this Slurm job.
 
         Raises:
-            StateError: a live run holds the lock, or a run on another host whose state is unknown; names its
-                process and host.
+            StateError: a live run holds the lock, or a run on another host whose state is unknown; the
+                message names its process and host.
         """
         if self.held:
             return self
@@ -117,7 +116,7 @@ class RunLock:
                 raise StateError(self._refusal(owner))
             if owner is not None:
                 logger.warning("%s: taking over from %s, which ended without releasing it", self.path, owner)
-            # Write the owner after the kernel's lock is held: of two processes that start at once only one
+            # Write the owner only with the kernel lock held: of two processes that start at once, only one
             # gets here.
             place = os.path.abspath(self.directory)
             _write_owner(descriptor, {**asdict(_this_process()), "directory": place})
@@ -128,24 +127,24 @@ class RunLock:
         return self
 
     def _locked(self) -> int:
-        """Open the file and take its kernel lock."""
+        """Open the lock file and take its kernel lock."""
         failure: OSError | None = None
         for _ in range(_TRIES):
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                # Do not truncate the file here: its content names the holder of the lock.
+                # No O_TRUNC: the content names the current owner.
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except FileNotFoundError as error:
-                # A launch that was refused has removed the directory that it had created, or no directory can
-                # be created there.
+                # A rejected launch removed the directory that it had created, or no directory can be created
+                # there.
                 failure = error
                 continue
             is_locked = False
             try:
                 if not _try_kernel_lock(descriptor):
                     raise StateError(self._refusal(_read_owner(descriptor, self.directory)))
-                # A launch that was refused may have removed the file since it was opened; another launch
-                # would lock a new one.
+                # A rejected launch may have removed the file since it was opened; another launch would then
+                # lock a new file.
                 is_locked = _file_at(self.path) == _identity(os.fstat(descriptor))
             finally:
                 if not is_locked:
@@ -158,11 +157,11 @@ class RunLock:
         )
 
     def require_place(self) -> None:
-        """Require that the directory is still where the lock was taken, before more is written: whatever is
-        written after its removal would be lost silently, and another run may start there.
+        """Check that the run directory is still where the lock was taken. Call it before writing: files
+        written after the directory was removed would be lost silently, and another run may start there.
 
         Raises:
-            StateError: the directory or the lock file was removed or renamed, or another one has its name.
+            StateError: the directory or the lock file was removed, renamed or replaced.
         """
         if not self.held or _file_at(self.path) == _identity(os.fstat(self._descriptor)):
             return
@@ -201,7 +200,7 @@ class RunLock:
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file, or None if it does not exist."""
+    """Return device and inode of a file; None if it does not exist."""
     try:
         return _identity(path.stat())
     except (FileNotFoundError, NotADirectoryError):
@@ -213,8 +212,10 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _try_kernel_lock(descriptor: int) -> bool:
-    """Take the kernel lock, and return False if another process holds it. A file system without locks counts
-    as free: the written owner decides then."""
+    """Take the kernel lock; return False if another process holds it.
+
+    On a file system without locks return True; the owner written in the file then decides.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -229,15 +230,15 @@ def _try_kernel_lock(descriptor: int) -> bool:
 def _is_gone(owner: Owner) -> bool:
     """Return whether ``owner`` has certainly ended."""
     here = _this_process()
-    # Slurm restarts a job only when all processes of the previous attempt are gone.
+    # Slurm restarts a job only after all processes of the previous attempt are gone.
     if owner.job_id and owner.job_id == here.job_id and owner.job_restart < here.job_restart:
         return True
     if owner.host != here.host:
         return False
-    # After a reboot, process numbers are assigned again from the beginning.
+    # After a reboot process ids are assigned from the beginning.
     if owner.boot_id != here.boot_id:
         return True
-    # A process with the same number but another start time is another process.
+    # The same process id with another start time is another process.
     start = _process_start(owner.pid)
     return start is None or start != owner.process_start
 
@@ -261,8 +262,8 @@ def _boot_id() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """Return the start of a live process in clock ticks since boot, or None if it has ended (a zombie too); 0
-    if /proc is missing."""
+    """Return the start time of a live process in clock ticks since boot. None if it has ended or is a zombie;
+    0 if /proc cannot be read."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -270,8 +271,8 @@ def _process_start(pid: int) -> int | None:
     except PermissionError:
         pass
     try:
-        # Split after the last bracket: the program's name, in brackets, may itself contain spaces and
-        # brackets.
+        # Split after the last parenthesis: the program's name is in parentheses and may contain spaces and
+        # parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in ("Z", "X") else int(fields[19])
     except (OSError, IndexError, ValueError):
@@ -279,8 +280,8 @@ def _process_start(pid: int) -> int | None:
 
 
 def _read_owner(descriptor: int, directory: Path) -> Owner | None:
-    """Return the written owner; None if the file is empty, was left half-written by a crash, or was copied
-    from another run's directory."""
+    """Return the owner in the lock file. None if the file is empty, was left half-written by a crash, or was
+    copied from another run directory."""
     content = os.pread(descriptor, 4096, 0)
     try:
         owner = Owner(**json.loads(content))
@@ -291,8 +292,8 @@ def _read_owner(descriptor: int, directory: Path) -> Owner | None:
 
 
 def _is_copy(content: bytes, owner: Owner, directory: Path) -> bool:
-    """Return whether another directory has the lock that was written there. A directory that was renamed has
-    left none behind."""
+    """Return whether the lock file was copied from another directory, which still has it. A renamed directory
+    leaves no such file."""
     try:
         original = Path(owner.directory) / LOCK_NAME
         here = directory / LOCK_NAME

@@ -1,10 +1,10 @@
-"""The checkpoints of one run: how they are begun, committed, found and pruned.
+"""Checkpoints of one run: writing, committing, finding and pruning them.
 
-A checkpoint is written into ``tmp_step_N``, gets a manifest, is synced to disk, and becomes ``step_N`` by one
-rename. Before that rename it does not exist for readers, and nothing older is touched. Saving a step that
-exists already goes through ``step_N_replacement``, so that one of the two is complete at every moment. Which
-checkpoints to keep is decided separately from their deletion; ``training_info.json`` records the state of
-training: step, sampler state, metrics.
+A checkpoint is written to ``tmp_step_N``, gets a manifest, is synced to disk, and becomes ``step_N`` by a
+single rename. Before that it does not exist for readers, and older checkpoints are not touched. Saving an
+existing step again goes through ``step_N_replacement``, so that at every moment one of the two is complete.
+Functions decide which checkpoints to keep, and the manager deletes the others. ``training_info.json`` records
+the state of training: step, sampler state, metrics.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ INFO_NAME = "training_info.json"
 
 
 def plain_json(value: Any, where: str = "training_info") -> Any:
-    """Return a copy of ``value`` that JSON can hold unchanged; scalars of numpy and torch become plain
-    numbers.
+    """Return a copy of ``value`` that JSON stores unchanged; numpy and torch scalars become plain numbers.
 
-    NaN and infinities become null with a warning: a bad metric must not cost the checkpoint.
+    NaN and infinities become null with a warning, because a bad metric must not prevent the checkpoint.
 
     Raises:
-        CheckpointError: a value has no JSON form, or a key is not a text; names its path.
+        CheckpointError: a value has no JSON form, or a key is not a string; the message names its path.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
-    # numpy's float64 is a subclass of float and is handled here; float(value) below turns it into a plain
-    # float.
+    # numpy's float64 is a subclass of float; float(value) below converts it to a plain float.
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
@@ -85,21 +83,21 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
 
 
 def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
-    """Return the faults of a checkpoint: those found by ``verify``, and a step that is not a whole number of
-    at least 0 or not the step in its name.
+    """Return the faults of a checkpoint: those that ``verify`` finds, and a step that is negative, not an
+    integer, or different from the directory's name.
 
-    A directory that was renamed or copied would be resumed from again and again; its signature covers the
-    step, but not the name.
+    A renamed or copied directory would otherwise be resumed from again and again; the signature covers the
+    step but not the name.
 
     Raises:
-        StorageError: the storage fails, so that the faults are unknown.
+        StorageError: the storage fails, so the faults are unknown.
     """
     problems = verify(path, hashes, key)
     if problems:
         return problems
     try:
         step = read_info(path).get("step")
-    # Re-raise it: a failure of the storage does not show that the checkpoint is damaged.
+    # A storage failure does not show that the checkpoint is damaged.
     except StorageError:
         raise
     except CheckpointError as error:
@@ -115,11 +113,11 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
 
 
 def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
-    """Return the metric that ranks a checkpoint, from the info itself or from its ``metrics``; None if it is
-    not a finite number."""
+    """Return the metric by which a checkpoint is ranked, from the info or its ``metrics``; None if it is not
+    a finite number."""
     nested = info.get("metrics")
     value = info.get(metric_name, nested.get(metric_name) if isinstance(nested, Mapping) else None)
-    # Exclude bool, which is an int in Python: True is not a metric.
+    # Exclude bool, which is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -138,18 +136,18 @@ def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) ->
 
     Args:
         metrics: metric of each step; None if the checkpoint has none.
-        higher_is_better: whether a larger metric is better.
+        higher_is_better: a larger metric is better.
 
     Returns:
-        Checkpoints with a metric first, the best first, the newer of equals first; then those without a
-        metric, newest first.
+        Steps with a metric, best first and newer first among equals; then steps without a metric, newest
+        first.
     """
 
     def badness(step: int) -> tuple[bool, float, int]:
         value = metrics[step]
         if value is None:
             return True, 0.0, -step
-        # The key also puts the newer of two equal checkpoints first, so that a single sort suffices.
+        # The key also orders equal metrics by age, so a single sort suffices.
         return False, -value if higher_is_better else value, -step
 
     return sorted(metrics, key=badness)
@@ -161,15 +159,13 @@ def steps_to_keep(
     higher_is_better: bool,
     keep_latest: bool = True,
 ) -> set[int]:
-    """Return the best ``keep_top_k`` steps and the latest one; all of them when ``keep_top_k`` is None.
-
-    If there is any checkpoint at all, one is kept.
-    """
+    """Return the best ``keep_top_k`` steps and, with ``keep_latest``, the latest one; all steps if
+    ``keep_top_k`` is None. Always keeps at least one."""
     if keep_top_k is None:
         return set(metrics)
     kept = set(ranked_steps(metrics, higher_is_better)[:keep_top_k])
     if metrics and (keep_latest or not kept):
-        # Keep the latest checkpoint whatever its metric is, because a killed run resumes from it.
+        # A killed run resumes from the latest checkpoint, whatever its metric.
         kept.add(max(metrics))
     return kept
 
@@ -182,17 +178,18 @@ _TEMPORARY = re.compile(rf"{TEMPORARY_PREFIX}(step_(0|[1-9]\d*)|deleted_step_.+)
 
 
 class CheckpointManager:
-    """Writes, finds and prunes the checkpoints below ``checkpoint_dir``.
+    """Writes, finds and prunes the checkpoints in ``checkpoint_dir``.
 
-    A directory has one writer: hold a ``RunLock`` on the run directory while saving. Readers need no lock.
+    A directory may have only one writer: hold a ``RunLock`` on the run directory while saving. Readers need
+    no lock.
 
     Attributes:
         checkpoint_dir: absolute path.
         metric_name: key of ``training_info`` (or of its ``metrics``) that ranks checkpoints; None ranks by
             age.
-        higher_is_better: direction of that metric.
-        save_period: steps between two checkpoints; used by the drivers.
-        keep_top_k: number of the best checkpoints to keep, besides the latest; None keeps all.
+        higher_is_better: a larger metric is better.
+        save_period: steps between two checkpoints; used by the training loops.
+        keep_top_k: number of best checkpoints to keep in addition to the latest; None keeps all.
     """
 
     def __init__(
@@ -201,14 +198,13 @@ class CheckpointManager:
         """Args:
             config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``,
                 ``save_period``, ``keep_top_k``, ``signing_key_file``.
-            lock: the lock of the run directory. If it is held, what a killed run left unfinished is removed
+            lock: lock of the run directory. If it is held, unfinished checkpoints of killed runs are removed
                 now.
-            verify_hashes: whether finding a checkpoint reads every byte of it; sizes are compared in any
-                case.
+            verify_hashes: read every byte of a checkpoint to verify it; otherwise only sizes are compared.
 
         Raises:
             CheckpointError: ``keep_top_k`` is negative.
-            ConfigError: the key cannot be used.
+            ConfigError: the signing key cannot be used.
         """
         self.checkpoint_dir = Path(config["checkpoint_dir"]).absolute()
         self.metric_name: str | None = config.get("metric_name")
@@ -222,7 +218,7 @@ class CheckpointManager:
             )
         self._verify_hashes = verify_hashes
         self._key = read_signing_key(config.get("signing_key_file"))
-        # Checkpoints that this process has written and hashed itself need not be read again.
+        # Checkpoints that this process wrote and hashed itself need not be verified again.
         self._committed: set[Path] = set()
         self._has_told_of_missing = False
         if lock is not None and lock.held:
@@ -231,15 +227,16 @@ class CheckpointManager:
     def init_tmp_checkpoint(
         self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None
     ) -> Path:
-        """Begin a checkpoint: make ``tmp_step_N`` with ``training_info.json`` and, if given, ``config.yaml``.
+        """Begin a checkpoint: create ``tmp_step_N`` with ``training_info.json`` and, if given,
+        ``config.yaml``.
 
         Args:
-            step: finished training steps.
+            step: number of finished training steps.
             training_info: JSON values only; see ``plain_json``.
-            run_config: the resolved configuration, saved with its secrets hidden.
+            run_config: the resolved configuration, saved with its secrets redacted.
 
         Returns:
-            Absolute path to write weights and optimizer state into.
+            Absolute path to which weights and optimizer state are to be written.
 
         Raises:
             CheckpointError: the step is negative, the info has no JSON form, or the directory cannot be
@@ -254,7 +251,7 @@ class CheckpointManager:
         temporary = self.checkpoint_dir / f"{TEMPORARY_PREFIX}step_{step}"
         try:
             self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-            # A save of this step that failed in this launch may have left it. Remains of killed launches were
+            # A failed save of this step in this launch may have left it; those of killed launches were
             # removed at the start.
             if temporary.exists():
                 remove_tree(temporary)
@@ -268,28 +265,27 @@ class CheckpointManager:
         return temporary
 
     def replace_info(self, checkpoint_path: Path, training_info: Mapping[str, Any]) -> None:
-        """Replace the ``training_info.json`` of a begun checkpoint, before anything hashes it.
+        """Replace the ``training_info.json`` of an unfinished checkpoint; must precede hashing.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
             CheckpointError: the info has no JSON form.
         """
         write_bytes_durably(checkpoint_path / INFO_NAME, json_bytes(plain_json(training_info)))
 
     def finalize_checkpoint(self, checkpoint_path: str | Path, *, is_sealed: bool = False) -> Path:
-        """Commit a checkpoint that ``init_tmp_checkpoint`` began and every worker has written, then prune old
-        checkpoints.
+        """Commit an unfinished checkpoint after all workers have written it, then prune old checkpoints.
 
         Args:
-            checkpoint_path: as returned by ``init_tmp_checkpoint``.
-            is_sealed: its files are on disk, and its manifest is written (``Write.wait``).
+            checkpoint_path: result of ``init_tmp_checkpoint``.
+            is_sealed: its files are already on disk and its manifest is written (``Write.wait``).
 
         Returns:
             Its final path ``step_N``.
 
         Raises:
-            CheckpointError: the path is not a begun checkpoint, or it cannot be written. Its files are
-                removed; earlier checkpoints stay unchanged.
+            CheckpointError: the path is not an unfinished checkpoint, or the commit failed. After a failed
+                commit its files are removed; earlier checkpoints are unchanged.
         """
         temporary = Path(checkpoint_path).absolute()
         step = self._step_of_temporary(temporary)
@@ -297,8 +293,7 @@ class CheckpointManager:
             if not is_sealed:
                 seal(temporary)
             if self._key is not None:
-                # Sign only the manifest: it holds a hash of every file, so that one signature covers all of
-                # them.
+                # The manifest has a hash of every file, so its signature covers all of them.
                 sign_manifest(temporary, self._key)
             final = self._commit(temporary, step)
         except (OSError, CheckpointError) as error:
@@ -308,32 +303,30 @@ class CheckpointManager:
         return final
 
     def discard_tmp_checkpoint(self, checkpoint_path: str | Path) -> None:
-        """Remove a begun checkpoint that the workers could not write, so that it takes no room on a disk that
-        may be full.
+        """Delete an unfinished checkpoint after a failed write, because the disk may be full.
 
         Raises:
-            CheckpointError: the path is not a begun checkpoint.
+            CheckpointError: the path is not an unfinished checkpoint.
         """
         temporary = Path(checkpoint_path).absolute()
         self._step_of_temporary(temporary)
         remove_tree(temporary)
 
     def bytes_of_latest(self) -> int | None:
-        """Return the bytes of the newest checkpoint; None if there is none, or if the storage does
-        not tell."""
+        """Return the bytes of the newest checkpoint; None if there is none or the storage fails."""
         try:
             return next((tree_bytes(path) for _, path in self.checkpoints()), None)
         except StorageError:
             return None
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Delete the checkpoints that ``steps_to_keep`` does not name.
+        """Delete the checkpoints that ``steps_to_keep`` does not select.
 
-        Nothing is deleted unless the newest complete checkpoint was verified. Damaged ones do not count, and
-        are left for a person to look at.
+        Nothing is deleted unless the newest complete checkpoint is verified. Damaged checkpoints are neither
+        counted nor deleted, so that a person can inspect them.
 
         Args:
-            exclude_latest: keep the latest one whatever its metric.
+            exclude_latest: keep the latest checkpoint whatever its metric.
         """
         if self.keep_top_k is None:
             return
@@ -362,23 +355,23 @@ class CheckpointManager:
                 logger.info("removed checkpoint %s", whole[step])
 
     def get_latest_checkpoint_path(self) -> Path | None:
-        """Return the complete checkpoint of the highest step, or None; damaged ones are skipped with a
+        """Return the complete checkpoint with the highest step, or None. Damaged ones are skipped with a
         warning."""
         return self.latest_and_damaged()[0]
 
     def latest_and_damaged(self) -> tuple[Path | None, dict[Path, list[str]]]:
-        """Return the latest complete checkpoint, or None, and the faults of every later one. Each is read
+        """Return the latest complete checkpoint, or None, and the faults of each later one. Each is read
         once."""
         damaged: dict[Path, list[str]] = {}
         return next(self._whole(self.checkpoints(), damaged), None), damaged
 
     def get_best_checkpoint_path(self) -> Path | None:
-        """Return the complete checkpoint with the best metric, the newer of equals; the latest if none has
-        the metric."""
+        """Return the complete checkpoint with the best metric, newer first among equals; the latest if none
+        has the metric."""
         checkpoints = self.checkpoints()
         metrics: dict[int, float | None] = {}
         for step, path in checkpoints:
-            # Use the metric of the replacement; if it has none, use that of the checkpoint that it replaces.
+            # Prefer the replacement's metric; if it has none, use that of the checkpoint that it replaces.
             metrics[step] = self._metric(path) if metrics.get(step) is None else metrics[step]
         if self.metric_name is not None and set(metrics.values()) == {None}:
             logger.warning(
@@ -391,8 +384,8 @@ class CheckpointManager:
         return next(self._whole(sorted(checkpoints, key=lambda found: ranked.index(found[0]))), None)
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
-        """Return the training info of a checkpoint, by default of the latest complete one; None if there is
-        no checkpoint.
+        """Return the training info of a checkpoint, by default the latest complete one; None if there is
+        none.
 
         Raises:
             CheckpointError: the given checkpoint has no readable training info.
@@ -401,10 +394,10 @@ class CheckpointManager:
         return None if path is None else read_info(path)
 
     def verify_checkpoint(self, checkpoint_path: str | Path) -> None:
-        """Require that a checkpoint is complete before it is loaded.
+        """Check that a checkpoint is complete before it is loaded.
 
         Raises:
-            CheckpointError: lists all its faults.
+            CheckpointError: it is not; the message lists all faults.
         """
         problems = self._verify(Path(checkpoint_path))
         if problems:
@@ -414,7 +407,7 @@ class CheckpointManager:
             )
 
     def unfinished(self) -> list[Path]:
-        """Return the directories of checkpoints that were begun but not committed, by name.
+        """Return the directories of uncommitted checkpoints, sorted by name.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -423,7 +416,7 @@ class CheckpointManager:
         return list(filter(is_real_directory, map(self.checkpoint_dir.joinpath, names)))
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Return (step, directory) of every committed checkpoint, latest first, a replacement before the
+        """Return (step, directory) of every committed checkpoint, latest first; a replacement precedes the
         checkpoint that it replaces.
 
         Raises:
@@ -439,7 +432,7 @@ class CheckpointManager:
     def _whole(
         self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None
     ) -> Iterator[Path]:
-        """Yield the complete checkpoints; log the faults of the others and store them in ``damaged``."""
+        """Yield the complete checkpoints; log the faults of the others and add them to ``damaged``."""
         for _, path in checkpoints:
             try:
                 problems = self._verify(path)
@@ -455,8 +448,8 @@ class CheckpointManager:
                 logger.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems[:5]))
 
     def _verify(self, path: Path, hashes: bool = True) -> list[str]:
-        """Return the faults of a checkpoint. Its bytes are read if both this call and the manager ask for
-        hashes."""
+        """Return the faults of a checkpoint. Files are hashed only if this call and the manager both ask for
+        it."""
         return faults_of_checkpoint(path, hashes and self._verify_hashes, self._key)
 
     def has_metric(self) -> bool:
@@ -473,7 +466,7 @@ class CheckpointManager:
         try:
             return metric_of(read_info(path), self.metric_name)
         except StorageError:
-            # Raise it: a checkpoint that cannot be read now may have the best metric.
+            # Raise: a checkpoint that cannot be read now may have the best metric.
             raise
         except CheckpointError:
             return None
@@ -489,8 +482,8 @@ class CheckpointManager:
             )
 
     def _is_trusted(self, path: Path) -> bool:
-        """Return whether others may be deleted because ``path`` exists. A checkpoint that this process
-        committed was hashed a moment ago."""
+        """Return whether older checkpoints may be deleted because ``path`` exists. One that this process
+        committed was just hashed."""
         return path in self._committed or not self._verify(path)
 
     def _step_of_temporary(self, path: Path) -> int:
@@ -513,8 +506,7 @@ class CheckpointManager:
         if not is_there(final):
             commit_directory(temporary, final)
             return final
-        # One directory cannot be exchanged for another in one step, so that both exist for a moment, under
-        # two names.
+        # A rename cannot replace a directory that has content, so both exist for a moment under two names.
         commit_directory(temporary, _replacement_of(final))
         return self._settle_replacement(step)
 
@@ -534,8 +526,8 @@ class CheckpointManager:
         return final
 
     def _tidy(self) -> None:
-        """Remove what killed runs left unfinished, also in memory, and complete the replacements that they
-        began."""
+        """Remove unfinished checkpoints of killed runs, on disk and in memory, and finish their
+        replacements."""
         tidy_memory(self.checkpoint_dir)
         for path in self.unfinished():
             logger.warning("removing unfinished %s", path)
@@ -544,7 +536,7 @@ class CheckpointManager:
             self._settle_replacement(step)
 
     def _failed(self, temporary: Path, error: Exception) -> CheckpointError:
-        """Remove an unfinished checkpoint and return an error that describes why."""
+        """Remove an unfinished checkpoint and return an error with the reason."""
         if temporary.exists():
             remove_tree(temporary)
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

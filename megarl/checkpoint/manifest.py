@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: size and hash of every file, written last and checked before anything is
-loaded.
+"""The manifest of a checkpoint: size and hash of every file, written last and verified before loading.
 
 Layout of ``manifest.json``: ``{"version": 1, "algorithm": "sha256", "files": {relative path: {"size": bytes,
 "hash": hex}}, "digest": sha256 of the canonical JSON of "files"}``. The digest reveals damage to the manifest
-itself. With a key there is also a "signature" (``converters.files.signature``).
+itself. With a signing key there is also a "signature" (``converters.files.signature``).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _VERSION = 1
 
 
 Entry = dict[str, Any]
-"""The manifest's entry of a file: ``size`` in bytes and ``hash``."""
+"""A file's entry in the manifest: ``size`` in bytes and ``hash``."""
 
 
 def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Any]:
@@ -47,15 +46,15 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
 
     Args:
         root: directory of a checkpoint.
-        known: entries of files, by their paths below ``root``; these files are not read again. They belong to
-            the checkpoint even if a network file system does not list them here yet.
+        known: entries of files, by relative path. These files are not read again, and are included even if a
+            network file system does not list them yet.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: there is a symbolic link or special file below ``root``; a checkpoint must hold its
-            own bytes.
+        CheckpointError: there is a symbolic link or special file below ``root``; a checkpoint must contain
+            its own bytes.
         OSError: a file cannot be read, or the manifest cannot be written.
     """
     names = [name for name in _file_names(root) if name not in (known or {})]
@@ -67,7 +66,7 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
 
 
 def entry_of(path: Path) -> Entry:
-    """Return the manifest's entry of a file.
+    """Return a file's entry for the manifest.
 
     Raises:
         OSError: the file cannot be read, or is a symbolic link.
@@ -76,7 +75,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def read_signing_key(path: str | None) -> bytes | None:
-    """Return the key in ``checkpointing.signing_key_file``, or None if there is none.
+    """Return the key in ``checkpointing.signing_key_file``; None if no file is configured.
 
     Raises:
         ConfigError: the key cannot be used.
@@ -93,7 +92,7 @@ def sign_manifest(root: Path, key: bytes) -> None:
     """Sign the manifest of a directory that nobody reads yet.
 
     Raises:
-        CheckpointError: the directory has no manifest, or a damaged one.
+        CheckpointError: the manifest is missing or damaged.
         OSError: the signature cannot be written.
     """
     manifest = _read(root)
@@ -106,20 +105,20 @@ def sign_manifest(root: Path, key: bytes) -> None:
 def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
     """Compare a directory with its manifest.
 
-    Files that the manifest does not name are ignored, unless a signature is required. No path in the manifest
-    is opened that leads out of ``root`` or through a symbolic link.
+    Files that are not in the manifest are ignored, unless a signature is required. Paths in the manifest that
+    lead out of ``root`` or through a symbolic link are never opened.
 
     Args:
         root: directory of a checkpoint.
-        hashes: read every byte; otherwise only names and sizes are compared.
-        key: key that the manifest must be signed with; the directory must then hold nothing that the manifest
-            does not name. None accepts any manifest.
+        hashes: read and hash every file; otherwise only names and sizes are compared.
+        key: key with which the manifest must be signed; the directory may then contain no file that is not in
+            it. None accepts any manifest.
 
     Returns:
         The faults, one sentence each; empty if the checkpoint is complete.
 
     Raises:
-        StorageError: the storage fails, so that the faults are unknown.
+        StorageError: the storage fails, so the faults are unknown.
     """
     directory = Path(root)
     try:
@@ -144,7 +143,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
 
 
 def _read(root: Path) -> Mapping[str, Any]:
-    """Return the manifest after checking its digest.
+    """Read the manifest and check its digest.
 
     Raises:
         CheckpointError: the manifest is missing or damaged.
@@ -166,7 +165,7 @@ def _read(root: Path) -> Mapping[str, Any]:
             f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}"
         )
     files = manifest.get("files")
-    # Refuse an empty table: its digest is correct as well, but the checkpoint has no files.
+    # An empty table has a correct digest too, but the checkpoint has no files.
     if files == {}:
         raise CheckpointError(f"{path} lists no files: the checkpoint is empty")
     if (
@@ -179,13 +178,12 @@ def _read(root: Path) -> Mapping[str, Any]:
 
 
 def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> list[str]:
-    """Return the reasons why a checkpoint was not written by the owner of the key. Its files are compared
-    with the manifest elsewhere."""
+    """Return the reasons to doubt that the owner of the key wrote this checkpoint: its signature, and files
+    that are not in the manifest."""
     fault = fault_of_signature(manifest, key)
     if fault is not None:
         return [f"{fault} ({SIGNING_KEY})"]
-    # A loader selects files by their names, so that a file that the manifest does not name could come from
-    # anybody.
+    # A loader selects files by name, so a file outside the manifest could come from anybody.
     return [
         f"{name} is not in {MANIFEST_NAME}, which is signed"
         for name in sorted(set(_file_names(root)) - set(manifest["files"]))
@@ -224,10 +222,9 @@ def _check_hash(root: Path, name: str, expected: str) -> str | None:
 
 
 def _is_inside(root: Path, name: str) -> bool:
-    """Return whether ``name`` is a plain relative path whose directories below ``root`` are real
-    directories."""
+    """Return whether ``name`` is a plain relative path without symbolic links to directories."""
     path = PurePosixPath(name)
-    # Refuse `a//b` and `./a`, which would be second names of a file, and null bytes, for which `lstat` raises
+    # Reject `a//b` and `./a`, which would be second names of a file, and null bytes, for which `lstat` raises
     # ValueError.
     if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:
         return False

@@ -1,14 +1,12 @@
-"""The shared memory of one node, in which its ranks leave their files of a checkpoint, and a process that
-writes
+"""One node's shared memory, in which its ranks leave their files of a checkpoint, and the process that writes
 them to disk.
 
-The process starts before the ranks write, and waits until it is told the target directory. It ends with the
-process that started it, and removes the memory, so a killed run leaves nothing, whatever it was doing. It is
-not a child of the actor that started it, because Ray kills the children of its workers with them.
+The process starts before the ranks write, and waits for the target directory. It ends with the process that
+started it and then removes the memory, so a killed run leaves nothing. It is not a child of the Ray actor
+that started it, because Ray kills its workers' children with them.
 
-Each node writes and hashes its own files. The caller writes the manifest and gives the checkpoint its name:
-the driver, which has the memory of its own node (``OwnMemory``), and for ranks elsewhere an actor on each
-node
+Each node writes and hashes its own files. The caller writes the manifest and renames the checkpoint: the
+driver, which uses its own node's memory (``OwnMemory``), and for ranks elsewhere an actor on each node
 (``megarl.run.memory_of_nodes``).
 """
 
@@ -35,29 +33,28 @@ from megarl.checkpoint.staged_file import StagedFile, open_staged
 from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-# Ignore these signals: Ctrl-C or a Slurm notice reaches the whole process group, and the save that it
-# requests must not lose its writer.
+# Signals to ignore: Ctrl-C or a Slurm signal reaches the whole process group, but the save that it triggers
+# needs its writer.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NOTHING = "no checkpoint waits in the memory of this node: its process has been restarted since"
 _ANSWER, _ERRORS = 1, 2
-# The process may take this time to start and to open the memory of the ranks.
+# Seconds that the process may take to start and to open the ranks' memory.
 _HOLD_S = 60.0
-# After this time a process that is no longer wanted is killed; after the same time again, a killed process is
-# no longer waited for.
+# Seconds until a process that should end is killed, and again until a killed process is no longer waited for.
 _END_S = 2.0
 _REMOVALS, _REMOVAL_S = 50, 0.1
-"""Attempts to remove memory that ranks may still write to, and the seconds between two attempts."""
+"""Attempts to remove memory that ranks may still write to, and seconds between two attempts."""
 
 
 class NodeMemory:
-    """Memory of one node, for one checkpoint at a time. Methods may be called from several threads: all but
-    ``write`` return soon.
+    """One node's shared memory for one checkpoint at a time. Methods may be called from several threads; all
+    but ``write`` return soon.
 
     Args:
-        checkpoint_dir: directory of the checkpoints. The caller's run holds the run's lock.
-        node: name that distinguishes this node's memory.
-        has_child: the writing process is a child of this one, which waits for its end, so that no zombie is
-            left where nobody else reaps it.
+        checkpoint_dir: directory of the checkpoints; the caller's run must hold its lock.
+        node: name of the node; see ``memory_of``.
+        has_child: start the writing process as a child and reap it, so that no zombie remains where nobody
+            else reaps orphans.
     """
 
     def __init__(self, checkpoint_dir: str, node: str, *, has_child: bool = False) -> None:
@@ -66,12 +63,12 @@ class NodeMemory:
         self._kept_bytes = 0
 
     def tidy(self) -> None:
-        """Remove what killed launches have left on this machine."""
+        """Remove the files that killed launches left on this machine."""
         tidy_memory(self._checkpoint_dir)
 
     def take(self, needed: int) -> str | None:
-        """Return the path of an empty directory for ``needed`` bytes and a little more, or None if there is
-        no room."""
+        """Create an empty directory for ``needed`` bytes plus a margin and return its path; None if there is
+        too little memory."""
         self.free()
         path = take_memory(self._checkpoint_dir, needed, self._node, self._kept_bytes)
         if path is None:
@@ -84,13 +81,14 @@ class NodeMemory:
         return str(path)
 
     def hold(self) -> int:
-        """Open what the ranks have staged. Afterwards the ranks may die without loss.
+        """Open the files that the ranks have staged. From then on the ranks may die without loss.
 
         Returns:
-            Bytes of memory that they keep for the next checkpoint.
+            Bytes of memory that the ranks keep for the next checkpoint.
 
         Raises:
-            CheckpointError: a file cannot be opened, or is no longer wanted; without the node's name.
+            CheckpointError: a file cannot be opened, or the checkpoint was discarded. The message does not
+                name the node.
         """
         if self._process is None:
             raise CheckpointError(_NOTHING)
@@ -98,15 +96,15 @@ class NodeMemory:
         return self._kept_bytes
 
     def write(self, target: str) -> dict[str, Entry]:
-        """Move the files in the directory to a directory on disk. After an error ``free`` removes what is
-        left.
+        """Move the files to a directory on disk and sync them. After an error call ``free`` to remove the
+        rest.
 
         Returns:
-            Size and hash of each file, by its path below the directory. The files and their directories are
-            on disk.
+            Size and hash of each file, by relative path.
 
         Raises:
-            CheckpointError: the files could not be written, or are no longer wanted; without the node's name.
+            CheckpointError: the files could not be written, or the checkpoint was discarded. The message does
+                not name the node.
         """
         return self.begin(target).files()
 
@@ -116,7 +114,7 @@ class NodeMemory:
         Raises:
             CheckpointError: no checkpoint waits here.
         """
-        # Keep a reference, because ``free`` may run in between.
+        # Keep a reference, because ``free`` may run concurrently.
         process = self._process
         if process is None:
             raise CheckpointError(_NOTHING)
@@ -124,8 +122,8 @@ class NodeMemory:
         return process
 
     def free(self) -> None:
-        """End the writing process, whatever it is doing, and remove what is left."""
-        # Clear the attribute first, so that a second call from another thread finds no process to end.
+        """Stop the writing process at any point and remove the remaining files."""
+        # Clear the attribute first, so that a concurrent second call finds no process to end.
         process, self._process = self._process, None
         if process is not None:
             process.end()
@@ -133,10 +131,10 @@ class NodeMemory:
 
 
 class OwnMemory:
-    """The ``CheckpointMemory`` of a run whose ranks are all on this node.
+    """``CheckpointMemory`` for a run whose ranks are all on this node.
 
     Args:
-        checkpoint_dir: directory of the checkpoints. The caller holds the run's lock.
+        checkpoint_dir: directory of the checkpoints; the caller must hold the run's lock.
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
@@ -168,10 +166,10 @@ class OwnMemory:
 
 
 class OwnWrite:
-    """The ``Write`` of a checkpoint from this node's memory.
+    """``Write`` of a checkpoint from this node's memory.
 
     Args:
-        memory: the memory that the checkpoint waits in.
+        memory: memory in which the checkpoint waits.
         target: directory on disk.
 
     Raises:
@@ -187,7 +185,7 @@ class OwnWrite:
         return self._writer.has_ended()
 
     def wait(self, longest_s: float) -> float:
-        """Wait for the write, see ``Write.wait``."""
+        """Wait for the write; see ``Write.wait``."""
         try:
             files = self._writer.files(longest_s)
         except TimeoutError:
@@ -201,23 +199,23 @@ class OwnWrite:
         return time.monotonic() - self._begun
 
     def abort(self) -> None:
-        """End the write, see ``Write.abort``."""
+        """Stop the write; see ``Write.abort``."""
         self._memory.free()
 
 
 class Writer:
-    """The process that writes to disk, as seen from the other end of its pipes."""
+    """Handle of the writing process, connected by pipes."""
 
     def __init__(self, source: Path, *, is_child: bool) -> None:
-        # The process reports its own number. If it must not be a child, the process that is started forks it
-        # and exits at once.
+        # The process reports its own id. If it must not be a child, the started process forks it and exits at
+        # once.
         begin = "print('{\"process_id\": %d}' % os.getpid(), flush=True)"
         program = (
             f"import os, sys; {'' if is_child else 'os.fork() and os._exit(0); '}{begin}; "
             f"sys.path[:] = {sys.path!r}; from megarl.checkpoint.node_memory import main; main(*sys.argv[1:])"
         )
-        # Start a new session, so that signals to the run's process group do not reach the process, and a new
-        # interpreter, because a fork would copy the state of CUDA and the locks of threads.
+        # A new session keeps signals to the run's process group away. A new interpreter, because a fork would
+        # copy CUDA's state and locks of threads.
         self._first = subprocess.Popen(
             [sys.executable, "-c", program, str(source)],
             stdin=subprocess.PIPE,
@@ -230,16 +228,16 @@ class Writer:
             threading.Event(),
             threading.Event(),
         )
-        # Let a thread read the output at once: the writer would block in its answer when the pipe is full.
+        # A thread reads the output at once: the process would block on a full pipe.
         threading.Thread(
             target=self._listen, name="listens to the writer of checkpoints", daemon=True
         ).start()
 
     def hold(self) -> int:
-        """Have the process open the memory of the ranks, and return the bytes of that memory.
+        """Make the process open the ranks' memory, and return the bytes of that memory.
 
         Raises:
-            CheckpointError: the process cannot open it, is gone, or does not reply.
+            CheckpointError: the process cannot open it, has ended, or does not respond.
         """
         self._tell(None)
         if not self._holds.wait(_HOLD_S):
@@ -247,18 +245,18 @@ class Writer:
         return int(self._said_of("kept_bytes"))
 
     def write(self, target: str) -> None:
-        """Have the process begin to write to a directory."""
+        """Make the process begin to write to the directory ``target``."""
         self._tell(target)
 
     def has_ended(self) -> bool:
-        """Return whether the write has ended, successfully or not."""
+        """Return whether the process has ended, successfully or not."""
         return self._has_ended.is_set()
 
     def files(self, longest_s: float | None = None) -> dict[str, Entry]:
-        """Wait for the process, and return the entries of the files that it has written.
+        """Wait for the process and return the entries of the files that it wrote.
 
         Raises:
-            TimeoutError: that takes longer than ``longest_s``.
+            TimeoutError: it takes longer than ``longest_s`` seconds.
             CheckpointError: the files could not be written.
         """
         if not self._has_ended.wait(longest_s):
@@ -267,7 +265,7 @@ class Writer:
 
     def _tell(self, order: str | None) -> None:
         assert self._first.stdin is not None
-        # Ignore errors: the end of its output shows that a process is gone.
+        # Ignore errors: if the process has ended, the end of its output shows it.
         with contextlib.suppress(OSError, ValueError):
             self._first.stdin.write(f"{json.dumps(order)}\n".encode())
             self._first.stdin.flush()
@@ -278,7 +276,7 @@ class Writer:
         return self._said[answer]
 
     def end(self) -> None:
-        """Close the process's standard input, upon which it ends."""
+        """Close the process's standard input, which makes it end; kill it if it does not."""
         assert self._first.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._first.stdin.close()
@@ -303,11 +301,11 @@ class Writer:
 
 
 def main(source: str) -> None:
-    """Serve one node: open the memory of ranks when standard input asks for it, wait for a directory there,
+    """Entry point of the writing process: open the ranks' memory on request, wait for the target directory,
     move the files to it, and report on standard output."""
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
-    # Give answers their own descriptor, and redirect what libraries print to standard error.
+    # Replies get their own descriptor; what libraries print goes to standard error.
     answer = os.dup(_ANSWER)
     os.dup2(_ERRORS, _ANSWER)
     staged: dict[str, StagedFile] = {}
@@ -322,14 +320,13 @@ def main(source: str) -> None:
         _say(answer, reason=_reason_of(error))
         _leave(Path(source), 1)
     _say(answer, files=files)
-    # Do not end the interpreter normally, which may fail while a daemon thread waits in a read of standard
-    # input.
+    # A normal exit of the interpreter may fail while a daemon thread reads standard input.
     os._exit(0)
 
 
 def _order(source: Path) -> str | None:
-    """Return the next order: a directory to write to, or None to open memory. Exit if the process that gives
-    orders is gone."""
+    """Return the next request from standard input: a target directory, or None to open memory. Exit if the
+    requesting process is gone."""
     line = sys.stdin.buffer.readline()
     if not line:
         _leave(source, 2)
@@ -337,14 +334,14 @@ def _order(source: Path) -> str | None:
 
 
 def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dict[str, Entry]:
-    """Move the files of this node to disk.
+    """Move the files of this node to disk and sync their directories.
 
     Args:
         source, target: directories.
-        staged: files of its ranks, as returned by ``open_staged``.
+        staged: the ranks' staged files, from ``open_staged``.
 
     Returns:
-        Size and hash of each file as it was in memory, by its path below ``target``.
+        Size and hash of each file as it was in memory, by relative path.
 
     Raises:
         OSError: a file cannot be written.
@@ -361,14 +358,14 @@ def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dic
 
 
 def _say(answer: int, **said: Any) -> None:
-    # Ignore errors: even if nobody reads the answer, the memory has to be removed.
+    # Ignore errors: the memory must be removed even if nobody reads the reply.
     with contextlib.suppress(OSError), open(answer, "w", closefd=False) as stream:
         stream.write(f"{json.dumps(said)}\n")
 
 
 def _end_with_asker(source: Path) -> None:
-    """End when the process at the other end of standard input is gone or has closed it: nobody would give the
-    checkpoint its name."""
+    """Exit when standard input is closed: the requesting process is gone or gave up, so nobody would commit
+    the checkpoint."""
     sys.stdin.buffer.read()
     _leave(source, 2)
 
@@ -386,9 +383,8 @@ def _remove(directory: Path) -> None:
 
 
 def _leave(source: Path, code: int) -> None:
-    """Remove what is in memory, although ranks that do not know of the end yet may still write there, and
-    exit."""
-    # Repeat the removal, because ranks that do not know of the end yet may create files meanwhile.
+    """Remove the files in memory and exit."""
+    # Repeat the removal: ranks that do not know of the end yet may still create files.
     for _ in range(_REMOVALS):
         _remove(source)
         if not source.exists():

@@ -1,4 +1,4 @@
-"""Readers of the files that torch writes as pickles, restricted so that no file can run code; see
+"""Readers for files that torch writes as pickles, restricted so that no file can run code; see
 ``converters.files.restricted``."""
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ __all__ = ["METADATA_FILE", "read_plain", "read_plain_index", "restricted_loadin
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """Return the part of an optimizer checkpoint that is not tensors: hyperparameters, counters, the
-    schedule.
+    """Return the non-tensor part of an optimizer checkpoint: hyperparameters, counters, schedule.
 
     Raises:
-        UnusableCheckpointError: the file is missing, damaged, or holds more than plain values.
+        UnusableCheckpointError: the file is missing, damaged, or contains more than plain values.
     """
     try:
         plain: dict[str, Any] = read_again(lambda: load_plain(path), str(path))
@@ -42,9 +41,11 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Restrict every DCP reader that is created inside the block, by whomever: its index may name only the
-    objects that an index consists of, reads are retried if the storage fails for a moment, and objects among
-    the tensors are plain values."""
+    """Restrict every DCP reader that is created within the context, by any library.
+
+    The index may name only the classes that an index needs, objects among the tensors must be plain values,
+    and reads are retried after transient storage failures.
+    """
     load_bytes = DefaultLoadPlanner.load_bytes
 
     def load_plain_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
@@ -52,7 +53,7 @@ def restricted_loading() -> Iterator[None]:
             load_plain(value, f"the object {read_item.storage_index.fqn} of the checkpoint")
         except ConversionError as error:
             raise UnusableCheckpointError(str(error)) from error
-        # Rewind the stream, because DCP reads it again from its beginning.
+        # Rewind, because DCP reads the stream again from its start.
         value.seek(0)
         load_bytes(self, read_item, value)
 
@@ -65,11 +66,13 @@ def restricted_loading() -> Iterator[None]:
 
 
 def read_plain_index(directory: Path) -> Metadata:
-    """Return the index of a checkpoint. Reading it before a library does makes a bad index an error of ours;
-    a library's reader wraps the error in others, which differ between versions of torch.
+    """Return the index of a checkpoint.
+
+    Call it before a library reads the index, so that a bad index raises megarl's error: a library would wrap
+    the error, differently in each torch version.
 
     Raises:
-        UnusableCheckpointError: the index is missing, damaged, or names an object that no index needs.
+        UnusableCheckpointError: the index is missing, damaged, or names a class that no index needs.
     """
     try:
         return read_again(lambda: read_index(directory), str(directory / METADATA_FILE))
@@ -86,7 +89,7 @@ def _read_data(self: dcp.FileSystemReader, plan: LoadPlan, planner: LoadPlanner)
 
 def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
     metadata = read_plain_index(Path(self.path))
-    # Do the rest of what DCP's own read_metadata does.
+    # The rest of DCP's own read_metadata.
     if metadata.storage_meta is None:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = self.load_id

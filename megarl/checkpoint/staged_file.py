@@ -1,9 +1,8 @@
-"""Files of a checkpoint that ranks have staged (``megarl.checkpoint.staging``), created by the process that
-writes
-the checkpoint to disk.
+"""Files of a checkpoint that ranks have staged in memory (``megarl.checkpoint.staging``), created here by the
+process that writes the checkpoint to disk.
 
-NAME.staged describes a file NAME: which memory its pieces are in, their order in the file, and the bytes of
-each in that memory. Some pieces are written as they are; a tensor becomes an archive of ``torch.save``.
+NAME.staged describes a file NAME: the memory that contains its parts, their order in the file, and where each
+is in that memory. Byte parts are written unchanged; a tensor becomes an archive of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ if TYPE_CHECKING:
     import torch
 
 SUFFIX = ".distcp.staged"
-"""Suffix of a description's name; no other file of a checkpoint has it."""
+"""Suffix of a description's file name; no other file of a checkpoint has it."""
 _PLAIN_SUFFIX = ".distcp"
 
 
 def description_name(name: str) -> str:
-    """Return the name of a file's description."""
+    """Return the name of the file that describes the staged file ``name``."""
     return f"{name.removesuffix(_PLAIN_SUFFIX)}{SUFFIX}"
 
 
 def plain_name(name: str) -> str:
-    """Return the name of the file that a description belongs to; any other file keeps its own name."""
+    """Return the name of the file that a description belongs to; other names are returned unchanged."""
     return f"{name.removesuffix(SUFFIX)}{_PLAIN_SUFFIX}" if name.endswith(SUFFIX) else name
 
 
 class StagedFile:
-    """A described file, with its memory open, so that it stays readable after the rank is gone.
+    """A staged file whose memory is open, so that it can be read even after the rank has ended.
 
     Args:
         description: path of the description.
@@ -54,24 +53,24 @@ class StagedFile:
         said = _read(description)
         self._pieces: list[dict[str, Any]] = said["pieces"]
         self._name = plain_name(description.name)
-        # The memory is None if nothing is in it.
+        # None if no part needs memory.
         self._memory = None if said["memory"] is None else _opened(self._name, said["memory"])
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the memory, which the rank keeps for its next checkpoint."""
+        """Bytes of the memory, which the rank reuses for its next checkpoint."""
         return 0 if self._memory is None else len(self._memory)
 
     def write(self, target: Path) -> Entry:
-        """Write the file into the directory ``target``, and wait until it is on disk.
+        """Write the file to the directory ``target`` and sync it to disk.
 
         Returns:
-            Size and hash of the bytes that were to be written.
+            Size and hash of the bytes that should be on disk.
 
         Raises:
             OSError: the file cannot be written.
-            CheckpointError: an archive's length differs from the described one, so that the checkpoint's
-                index is wrong.
+            CheckpointError: an archive's length differs from the description, so that the checkpoint's index
+                is wrong.
         """
         with (target / self._name).open("wb") as file:
             stream = _Stream(file)
@@ -106,7 +105,7 @@ class StagedFile:
 
 
 def open_staged(source: Path) -> dict[str, StagedFile]:
-    """Return all described files below ``source``, by path of the description there.
+    """Open all staged files below ``source``. Return them by the relative path of their description.
 
     Raises:
         CheckpointError: a file is not a description, or its memory cannot be opened.
@@ -120,15 +119,15 @@ def open_staged(source: Path) -> dict[str, StagedFile]:
 def tensor_at(
     memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """Return the tensor at byte offset ``place`` of the memory, in a storage that holds nothing else.
-    ``memory`` is None only for an empty tensor."""
+    """Return the tensor at byte offset ``place`` of the memory, in its own storage. ``memory`` may be None
+    only for an empty tensor."""
     import torch
 
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty_strided(shape, stride, dtype=dtype)
     assert memory is not None
-    # Make an array of bytes first, because frombuffer does not support every dtype.
+    # View as bytes first, because frombuffer does not support every dtype.
     return (
         torch.frombuffer(memory, dtype=torch.uint8, offset=place, count=size)
         .view(dtype)
@@ -137,10 +136,10 @@ def tensor_at(
 
 
 class _Stream:
-    """A file that is being written, with its running hash.
+    """Writes to a file and hashes the data.
 
     Attributes:
-        length: bytes so far.
+        length: number of bytes written.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -149,7 +148,7 @@ class _Stream:
         self.length = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append to the file."""
+        """Append ``data`` and return its number of bytes."""
         self._file.write(data)
         self.digest.update(data)
         written = memoryview(data).nbytes
@@ -157,7 +156,7 @@ class _Stream:
         return written
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed as a whole."""
+        """Do nothing: the file is flushed once at the end."""
 
 
 def _read(description: Path) -> dict[str, Any]:
@@ -178,10 +177,14 @@ def _read(description: Path) -> dict[str, Any]:
 
 
 def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
-    """Open the memory of the rank that a file is in."""
+    """Open the memory of the rank that staged a file.
+
+    Raises:
+        CheckpointError: the rank has ended, or its memory is not accessible.
+    """
     what = f"the memory of process {address['process']} that holds {name} cannot be opened"
     try:
-        # Do not block: by now the descriptor may lead to a pipe.
+        # Non-blocking, because by now the descriptor may refer to a pipe.
         descriptor = os.open(
             f"/proc/{address['process']}/fd/{address['descriptor']}",
             os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK,
@@ -194,10 +197,10 @@ def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
         ) from None
     try:
         status = os.fstat(descriptor)
-        # Compare the file itself, because numbers of processes and descriptors are reused.
+        # Compare the inode, because process ids and descriptors are reused.
         if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
             raise CheckpointError(f"{what}: the process has ended, and another process has its id")
-        # Map it privately, because torch does not accept read-only memory.
+        # A private mapping, because torch does not accept read-only memory.
         return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)

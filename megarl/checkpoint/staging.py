@@ -1,11 +1,10 @@
-"""Staging of a checkpoint: each rank copies its tensors to shared memory that it keeps from save to save, and
-the
+"""Staging of checkpoints: a rank copies its tensors to shared memory that it keeps between saves, and the
 process that writes the checkpoint to disk creates the files from it.
 
-A rank that wrote its file in shared memory itself would need the time of some ten copies, because all pages
-are new, and an archive needs the checksums of its tensors. A copy to existing pages takes the time of one. So
-a rank copies the values, and leaves a description of the file next to the checkpoint's other files. The file
-that is created from them is the one that the rank would have written, to the last byte.
+Writing a file to new shared memory takes about ten times as long as a copy to memory that was used before,
+because all its pages are new and an archive needs checksums of its tensors. So a rank only copies the values,
+and leaves a description of the file next to the checkpoint's other files. The file created from both is
+identical to the one that the rank would have written.
 
 The memory has no name in any directory (``memfd_create``): it disappears with the last process that has it
 open, however that process ends.
@@ -39,17 +38,17 @@ from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
 _Bytes = bytes | bytearray | memoryview
-# This is a multiple of the size of every dtype, as torch.frombuffer requires, and the size of a cache line.
+# A multiple of every dtype's size, as torch.frombuffer requires, and the size of a cache line.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """A tensor of a file, before it is copied.
+    """A tensor of a staged file, before its values are copied.
 
     Attributes:
-        dtype, shape, stride: as they are saved.
-        fill: receives a host tensor with these properties, and copies the values into it.
+        dtype, shape, stride: the properties with which it is saved.
+        fill: copies the values into a host tensor with these properties.
     """
 
     dtype: torch.dtype
@@ -64,11 +63,15 @@ class StagedTensor:
 
 
 def staged(tensor: Tensor) -> StagedTensor:
-    """Return a tensor of any device as a ``StagedTensor``, with the strides of a copy in memory of
-    its own."""
+    """Describe a tensor on any device as a ``StagedTensor``; its values are copied when ``fill`` is
+    called.
+
+    The strides are those with which DCP would save the tensor: its own if it is on the host and fills its
+    storage, else those of a dense copy.
+    """
     values = tensor.detach()
-    # Keep the strides only if the tensor fills its storage: torch.save writes the whole storage of a view,
-    # and the copy in memory has to look like what DCP would write.
+    # torch.save writes the whole storage of a view, and the staged file must be identical to DCP's, which
+    # copies views first.
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
     like = values if is_alone else torch.empty_like(values, device="meta")
     return StagedTensor(
@@ -77,10 +80,10 @@ def staged(tensor: Tensor) -> StagedTensor:
 
 
 class StagingBuffer:
-    """Shared memory of one rank for one of the directories of a checkpoint. It grows to the largest save, and
-    is kept until ``close``.
+    """Shared memory in which one rank stages its file of one checkpoint directory. It grows to the largest
+    save and is kept until ``close``.
 
-    The next save overwrites it, so the process that writes the files must have read it by then.
+    The next save overwrites it, so the writing process must have read it by then.
     """
 
     def __init__(self) -> None:
@@ -90,19 +93,19 @@ class StagingBuffer:
         self._lengths: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def write(self, path: Path, pieces: Sequence[_Bytes | StagedTensor]) -> list[tuple[int, int]]:
-        """Copy the pieces of a file to this buffer, and write the file's description. Nobody else may write
+        """Copy the parts of a file to this buffer and write the file's description. No other rank may write
         to ``path``.
 
         Args:
-            path: of the file to be created.
-            pieces: bytes, which the file holds unchanged, and tensors, each of which becomes an archive of
+            path: path of the file to be created.
+            pieces: bytes, which the file contains unchanged, and tensors, each of which becomes an archive of
                 ``torch.save``.
 
         Returns:
-            Offset and number of bytes of each piece in the file.
+            Offset and length in bytes of each part in the file.
 
         Raises:
-            CheckpointError: there is no memory for the pieces.
+            CheckpointError: there is too little memory.
             OSError: the description cannot be written.
         """
         sizes = [piece.nbytes if isinstance(piece, StagedTensor) else len(piece) for piece in pieces]
@@ -118,7 +121,7 @@ class StagingBuffer:
         return spans
 
     def close(self) -> None:
-        """Return the memory, as soon as nobody reads it any more."""
+        """Free the memory once no other process reads it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor, self._memory, self._capacity = None, None, 0
@@ -127,8 +130,7 @@ class StagingBuffer:
         if size <= self._capacity:
             return
         available = available_bytes()
-        # Check first: a page of shared memory that is not available kills the process with SIGBUS instead of
-        # raising ENOSPC.
+        # Check first: writing to a page of shared memory that is not available kills the process with SIGBUS.
         if size - self._capacity > available:
             raise CheckpointError(
                 f"{size - self._capacity} bytes more of memory are needed to copy it, and {available} are "
@@ -136,16 +138,15 @@ class StagingBuffer:
             )
         if self._descriptor is None:
             self._descriptor = os.memfd_create("megarl-checkpoint", os.MFD_CLOEXEC)
-        # Pages are allocated when they are written, so that a sparse file costs nothing until it holds a
-        # tensor.
+        # Pages are allocated when written, so the enlarged file takes no memory yet.
         os.ftruncate(self._descriptor, size)
         self._memory, self._capacity = mmap.mmap(self._descriptor, size), size
-        # Use huge pages if the system allows it: fewer pages make the first save faster.
+        # Huge pages, where available, make the first save faster.
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
 
     def _keep(self, piece: _Bytes | StagedTensor, place: int) -> dict[str, Any]:
-        """Copy a piece, and return its part of the description."""
+        """Copy one part to the buffer and return its entry for the description."""
         if not isinstance(piece, StagedTensor):
             if piece:
                 assert self._memory is not None
@@ -154,8 +155,8 @@ class StagingBuffer:
         values = tensor_at(self._memory, place, piece.dtype, piece.shape, piece.stride)
         piece.fill(values)
         kind = (piece.dtype, piece.shape, piece.stride)
-        # Cache the length of an archive, which depends only on dtype, shape and strides: making one takes as
-        # long as a copy.
+        # Cache the archive length, which depends only on dtype, shape and strides: computing it takes as long
+        # as a copy.
         if kind not in self._lengths:
             self._lengths[kind] = _archive_length(values)
         dtype = str(piece.dtype).removeprefix("torch.")
@@ -168,7 +169,7 @@ class StagingBuffer:
         }
 
     def _address(self) -> dict[str, int] | None:
-        """Return where another process of this node and user finds the memory; None if it is empty."""
+        """Return where another process of this user on this node finds the memory; None if there is none."""
         if self._descriptor is None:
             return None
         status = os.fstat(self._descriptor)
@@ -181,22 +182,24 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """The buffers of a rank: one for each directory of a checkpoint that it writes, by the
-    directory's name."""
+    """A rank's staging buffers, one per checkpoint directory that it writes, by directory name."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, StagingBuffer] = {}
 
     def of(self, directory: Path) -> StagingBuffer | None:
-        """Return the buffer of ``directory``, and of directories with its name in other checkpoints. Return
-        None for a directory that is on disk; then the memory of all buffers is returned."""
+        """Return the buffer for ``directory``, shared with directories of the same name in other
+        checkpoints.
+
+        Return None for a directory on disk, and free all buffers.
+        """
         if waits_in_memory(directory):
             return self._buffers.setdefault(directory.name, StagingBuffer())
         self.close()
         return None
 
     def close(self) -> None:
-        """Return the memory of all buffers."""
+        """Free the memory of all buffers."""
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()
@@ -209,18 +212,18 @@ def staged_results(
     plain: Sequence[tuple[WriteItem, io.BytesIO]],
     tensors: Sequence[tuple[WriteItem, StagedTensor]],
 ) -> list[WriteResult]:
-    """Stage a file, and return what DCP would report if it had been written.
+    """Stage a file, and return the results that DCP would report after writing it.
 
     Args:
-        buffer: buffer that its tensors are copied to.
-        path: of the file.
-        name: of the file in the index.
-        plain: the items that are not tensors, which come first in the file.
+        buffer: buffer to which the content is copied.
+        path: path of the file.
+        name: name of the file in the checkpoint's index.
+        plain: non-tensor items, which come first in the file.
         tensors: the items that follow.
 
     Raises:
-        CheckpointError: there is no memory for them.
-        OSError: the description of the file cannot be written.
+        CheckpointError: there is too little memory.
+        OSError: the description cannot be written.
     """
     spans = buffer.write(path, [*(data.getbuffer() for _, data in plain), *(tensor for _, tensor in tensors)])
     results = []
@@ -230,20 +233,20 @@ def staged_results(
 
 
 class RankWriter(dcp.FileSystemWriter):
-    """DCP's writer, which may stage the one file of this rank, and reports errors of the storage.
+    """DCP's writer, extended to stage this rank's file and to report storage errors.
 
     Args:
-        directory: of the files.
-        buffer: where the file is staged; None writes it.
+        directory: directory of the files.
+        buffer: host memory in which to stage the file; None writes it to disk.
     """
 
     def __init__(self, directory: Path, buffer: StagingBuffer | None) -> None:
-        # Do not sync here: everything is synced once, before the checkpoint gets its name (appears_whole).
+        # No sync here: all files are synced once, before the directory is renamed (appears_whole).
         super().__init__(str(directory), sync_files=False)
         self._directory, self._buffer = directory, buffer
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write or stage what a plan assigns to this rank; arguments and result as in DCP."""
+        """Write or stage the items that a plan assigns to this rank; arguments and result as in DCP."""
         if self._buffer is None:
             try:
                 return super().write_data(plan, planner)
@@ -259,7 +262,7 @@ class RankWriter(dcp.FileSystemWriter):
             else:
                 tensors.append((item, staged(data)))
         if torch.cuda.is_available():
-            # Sort the tensors like DCP, which copies from the device while it writes.
+            # DCP sorts tensors by size if there is a GPU, and the staged file must be identical.
             tensors.sort(key=lambda each: _item_size(each[0]))
         future: Future[list[WriteResult]] = Future()
         future.set_result(staged_results(self._buffer, self._directory / name, name, plain, tensors))
@@ -267,13 +270,13 @@ class RankWriter(dcp.FileSystemWriter):
 
 
 class _Counted:
-    """A stream that counts bytes and keeps none."""
+    """A stream that counts bytes and discards them."""
 
     def __init__(self) -> None:
         self.length = 0
 
     def write(self, data: _Bytes) -> int:
-        """Count bytes."""
+        """Count the bytes of ``data``."""
         size = memoryview(data).nbytes
         self.length += size
         return size
@@ -283,14 +286,14 @@ class _Counted:
 
 
 def _archive_length(tensor: Tensor) -> int:
-    """Return the bytes of the archive that ``torch.save`` writes, which do not depend on the values."""
+    """Return the bytes of the archive that ``torch.save`` writes; they do not depend on the values."""
     counted = _Counted()
     torch.save(tensor, cast("BinaryIO", counted))
     return counted.length
 
 
 def _rows(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return offsets for pieces of these sizes, one after the other, and the offset behind the last one."""
+    """Return aligned offsets for parts of these sizes, and the offset after the last one."""
     places, end = [], 0
     for size in sizes:
         places.append(end)

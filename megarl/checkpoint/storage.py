@@ -1,4 +1,4 @@
-"""Storage that fails for a moment or has no room: reads that are retried, and messages about space."""
+"""Handles storage that fails transiently or is full: retried reads, and error messages about space."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ TRANSIENT = frozenset(
         errno.ENETDOWN,
     }
 )
-"""Errors by which a network file system, or a disk, reports a momentary failure, and nothing about a file's
-contents."""
+"""Error numbers with which a network file system or a disk reports a transient failure, unrelated to the
+file's content."""
 PAUSES_S = (0.1, 0.5, 2.0, 5.0)
-"""Seconds between the attempts of a read."""
+"""Pauses in seconds between the attempts of a read."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_again(read: Callable[[], Read], what: str) -> Read:
-    """Return the result of ``read``, and retry it after ever longer pauses while the storage fails for a
-    moment.
+    """Return the result of ``read``, retrying with growing pauses after transient storage failures.
 
     Args:
-        read: may be called several times.
-        what: for messages.
+        read: the read; may be called several times.
+        what: name of what is read, for messages.
 
     Raises:
-        StorageError: the last attempt failed for such a reason too. Every other error is raised unchanged.
+        StorageError: the last attempt failed transiently too. Other errors are raised unchanged.
     """
-    # None stands for the last attempt, after which there is no pause.
+    # None marks the last attempt, after which there is no pause.
     for pause in (*PAUSES_S, None):
         try:
             return read()
         except Exception as error:
-            # Do not retry if an inner `read_again` has retried already.
+            # An inner `read_again` has already retried.
             if isinstance(error, StorageError) or (cause := transient_cause(error)) is None:
                 raise
             if pause is None:
@@ -70,30 +69,30 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path leads to a file. ``Path.is_file`` returns False, or raises, if the storage fails
-    for a moment.
+    """Return whether a path leads to a regular file. ``Path.is_file`` would return False, or raise, after a
+    transient storage failure.
 
     Raises:
-        StorageError: the storage does not tell.
+        StorageError: the storage keeps failing.
     """
     return stat.S_ISREG(_mode(path))
 
 
 def is_real_directory(path: Path) -> bool:
-    """Return whether a path is a directory and not a link to one; reads like ``is_file``."""
+    """Return whether a path is a directory and not a link to one; errors as in ``is_file``."""
     return stat.S_ISDIR(_mode(path, follow=False))
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path leads to anything; reads like ``is_file``."""
+    """Return whether anything exists at a path; errors as in ``is_file``."""
     return _mode(path) != 0
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names in a directory, sorted; empty if the directory does not exist.
+    """Return the sorted names in a directory; empty if it does not exist.
 
     Raises:
-        StorageError: the storage does not tell.
+        StorageError: the storage keeps failing.
     """
     try:
         return sorted(read_again(lambda: os.listdir(directory), str(directory)))
@@ -102,7 +101,8 @@ def names_in(directory: Path) -> list[str]:
 
 
 def _mode(path: Path, follow: bool = True) -> int:
-    """Return the mode of the target of a path, or of the path itself; 0 if nothing is there."""
+    """Return the mode of a path's target, or with ``follow=False`` of the path itself; 0 if nothing exists
+    there."""
     try:
         return read_again(lambda: os.stat(path, follow_symlinks=follow).st_mode, str(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ def _mode(path: Path, follow: bool = True) -> int:
 
 
 def transient_cause(error: BaseException | None) -> OSError | None:
-    """Return the storage's error that ``error`` is, or was caused by; None if there is none."""
+    """Return the transient OSError that ``error`` is or was caused by; None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
             return error
@@ -130,8 +130,10 @@ def tree_bytes(root: Path) -> int:
 
 
 def storage_error(error: Exception) -> Exception:
-    """Return the storage's error that led to another one, or else that other one. When ``torch.save`` cannot
-    write, it reports only that its position is not the expected one."""
+    """Return the OSError that led to ``error``, or ``error`` itself if there is none.
+
+    When ``torch.save`` cannot write, its own error only says that the file position is unexpected.
+    """
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -139,14 +141,14 @@ def storage_error(error: Exception) -> Exception:
 
 
 def said_of_space(directory: Path, needed: int, error: BaseException) -> str:
-    """Return ``no space: ...`` with the needed and the free bytes, if that may be why a checkpoint could not
-    be written; else ``""``.
+    """Return ``no space: ...`` with needed and free bytes if that may be why a checkpoint could not be
+    written, else ``""``.
 
     Args:
         directory: directory of the checkpoint.
-        needed: bytes that the checkpoint takes.
-        error: the error that ended the write; if it names a quota, that counts, because the disk's free space
-            says nothing of a quota.
+        needed: bytes of the checkpoint.
+        error: the error of the write. An error about a quota counts as no space, whatever the disk's free
+            space.
     """
     try:
         free = shutil.disk_usage(directory).free

@@ -1,9 +1,9 @@
-"""Transfer of trained weights to a rollout engine, with one manifest and one IPC buffer per lifetime, in
-groups of tensors that each carry a version.
+"""Refit: transfer of trained weights from the policy to a rollout engine.
 
-``.manifest`` defines what is sent and takes it from the model, ``.plan`` its layout in a buffer. On one
-machine ``.ipc`` holds the weights, ``.session`` writes them on the policy's ranks and reads them on the
-engine's ranks, and ``.mailbox`` synchronises the two. Between machines ``.rendezvous`` connects both sides
-and detects ranks that are gone, ``.transfer_group`` joins the ranks, and ``.broadcast`` runs a refit on
-either side.
+``manifest`` lists the weight tensors, and ``plan`` lays them out in a buffer. Colocated engines read them
+from shared memory: ``ipc`` allocates it, ``session`` writes it on the policy's ranks and reads it on the
+engine's, and ``mailbox`` synchronises the two. Engines on other devices receive broadcasts: ``rendezvous``
+connects both sides and detects lost ranks, ``transfer_group`` creates the process groups, and ``broadcast``
+runs a refit on either side. The manifest and the buffers live as long as the connection; every group of
+tensors that is sent carries the version of the weights.
 """

@@ -1,9 +1,8 @@
-"""Refits of engines on other devices than the policy: packed groups of weights over a ``TransferGroup``, one
-in transfer while the next is packed.
+"""Refits of engines on other devices than the policy: groups of weights are packed and broadcast over a
+``TransferGroup``, one in transfer while the next is packed.
 
-Both sides process all groups of a refit, even after an error, so that after a refused refit the next one
-finds both in step. Only if a rank is gone, its group of ranks can no longer be used: the group is closed, so
-that nobody waits for the lost rank.
+Both sides process all groups of a refit, even after an error, so that the next refit finds both in step. Only
+a lost rank makes its process group unusable; the group is then closed, so that nobody waits for that rank.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from megarl.weight_sync.manifest import Manifest, WeightIterator, drain, expect_
 from megarl.weight_sync.plan import ALIGNMENT, Group, checksum
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
-# With two buffers, one is in transit while the other is packed or loaded. A third would take its memory from
-# the groups, which would then be smaller and more numerous.
+# With two buffers, one is in transfer while the other is packed or loaded. A third would make each smaller
+# and the groups more numerous.
 BUFFERS = 2
-# Each group begins with a header of int64 words: round, version, index of its first weight, checksum, and
+# Each group starts with a header of int64 words: round, version, index of its first tensor, checksum, and
 # whether there is a checksum.
 HEADER, WORDS = ALIGNMENT, 5
 CONFIRM_SECONDS = 120.0
-# This round marks groups without content, because the policy failed earlier.
+# Round that marks groups without content, after the policy failed.
 _GIVEN_UP = -1
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 class _Channel:
-    """One side of a group of ranks: two transfer buffers for its lifetime, each with a header, and the groups
-    of weights that go through them.
+    """One side of a process group: two transfer buffers, each with a header, and the groups of weights that
+    go through them.
 
-    A sender has the groups of its own stage. An engine has all groups in sending order, from all stages; each
-    stage has up to two groups ready, so that the next one arrives at once. A rank that cannot allocate the
-    buffers leaves the group of ranks, so that nobody waits for it.
+    A sender has the groups of its own stage. An engine has the groups of all stages in sending order, and
+    posts the receives of two groups in advance. A rank that cannot allocate the buffers leaves the process
+    group, so that nobody waits for it.
 
     Args:
-        group: the ranks.
-        manifest: the weights that are sent.
+        group: the process group.
+        manifest: the weights to transfer.
 
     Raises:
-        RefitError: there is no memory for the buffers, or a weight is larger than a buffer.
+        RefitError: there is too little memory for the buffers, or a tensor is larger than a buffer.
     """
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
@@ -55,13 +54,12 @@ class _Channel:
         self._works: dict[int, list[dist.Work]] = {}
         try:
             size = HEADER + group.buffer_bytes
-            # Initialise with zeros: the gaps between weights are sent too, and must not contain this
-            # process's earlier data.
+            # Zeros: the gaps between tensors are sent too and must not contain other data of this process.
             self._memory = [torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
-            # Each side derives the groups from the same manifest and buffer size, so that no message has to
-            # list a group's content.
+            # Each side derives the groups from the same manifest and buffer size, so no message needs to
+            # describe them.
             every = group.stages.parts(manifest, group.buffer_bytes)
-            # Each group is paired with the stage that sends it.
+            # Pairs of sending stage and group.
             self.parts: list[tuple[int, Group]] = [
                 part for part in every if part[0] == group.stage or not group.sends
             ]
@@ -76,21 +74,19 @@ class _Channel:
 
     def _header(self, index: int) -> torch.Tensor:
         """Return the header of group ``index``, int64 [``WORDS``]."""
-        # Use a view of the buffer, so that one broadcast sends header and weights; a second one would double
-        # the latency of small groups.
+        # A view of the buffer: one broadcast sends header and weights, and a second one would double the
+        # latency of small groups.
         return self._memory[index % BUFFERS][: 8 * WORDS].view(torch.int64)
 
     def _content(self, index: int) -> torch.Tensor:
-        """Return the part of the buffer, uint8, in which the weights of group ``index`` are packed or
-        received."""
+        """Return the part of the buffer (uint8) that contains the weights of group ``index``."""
         return self._memory[index % BUFFERS][HEADER : HEADER + self.parts[index][1].nbytes]
 
     def _start(self, index: int) -> None:
-        """Begin to send or receive group ``index``."""
+        """Start sending or receiving group ``index``."""
         stage, part = self.parts[index]
         buffer = self._memory[index % BUFFERS][: HEADER + part.nbytes]
-        # Store operations by buffer, because group n can only start after the operation of group n - BUFFERS
-        # has ended.
+        # Store operations by buffer: group n must wait for the operation of group n - BUFFERS.
         self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, stage))
 
     def _wait(self, index: int) -> None:
@@ -99,7 +95,7 @@ class _Channel:
 
     @contextlib.contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
-        """Leave the group of ranks after an error inside the context, including an interruption, so that
+        """Leave the process group after any error within the context, KeyboardInterrupt included, so that
         nobody waits for this rank."""
         try:
             yield
@@ -108,18 +104,18 @@ class _Channel:
             raise
 
     def close(self) -> None:
-        """Leave the group of ranks, so that nobody in it waits for this rank."""
+        """Leave the process group, so that nobody in it waits for this rank."""
         for works in self._works.values():
             works.clear()
         self._group.close()
 
 
 class WeightBroadcaster(_Channel):
-    """The sending rank of a pipeline stage of the policy.
+    """The sending rank of one pipeline stage of the policy.
 
     Args:
-        group: the ranks.
-        manifest: the weights that are sent.
+        group: the process group.
+        manifest: the weights to transfer.
         with_checksum: send a checksum with every group.
     """
 
@@ -128,11 +124,12 @@ class WeightBroadcaster(_Channel):
         self._with_checksum = with_checksum
 
     def send(self, stream: WeightIterator, version: int) -> None:
-        """Send all weights of this stage, and wait until every engine rank has confirmed those of all stages.
+        """Send all weights of this stage, and wait until every engine rank has confirmed the weights of all
+        stages.
 
         Args:
-            stream: the stage's weights, consumed to the end even after an error, because gathering them is
-                collective among the ranks of the stage.
+            stream: the stage's weights. It is consumed to the end even after an error, because gathering is
+                collective over the ranks of the stage.
             version: version of the weights, equal on all stages.
 
         Raises:
@@ -144,35 +141,34 @@ class WeightBroadcaster(_Channel):
         sending: Exception | None = None
         with self._leaving_on_error():
             for index in range(len(self.parts)):
-                # Write the buffer again only after its last operation has ended. After a first failure
-                # nothing more is sent, but packing, which is collective, continues.
+                # Reuse a buffer only after its last operation. After a failed transfer nothing more is sent,
+                # but packing continues, because it is collective.
                 sending = sending or _failure_of(self._wait, index)
-                # Store a failure instead of raising it: the other ranks of this stage gather the same
-                # weights, and would wait for this one.
+                # Store a failure instead of raising it: the other ranks of this stage gather the same weights
+                # and would wait for this rank.
                 packing = packing or _failure_of(self._fill, index, stream, version)
                 if packing is not None:
-                    # Send a failure too, because the engines wait for every group that was announced.
+                    # Send a header after a failure too, because the engines wait for every announced group.
                     self._head(index, [_GIVEN_UP, version, self.parts[index][1].first, 0, 0])
                 sending = sending or _failure_of(self._start, index)
-            # The last two groups may still be in transit.
+            # The last two groups may still be in transfer.
             for slot in range(BUFFERS):
                 sending = sending or _failure_of(self._wait, slot)
             if packing is not None:
-                # Suppress further errors, because the engines must receive the first failure.
+                # Ignore further errors: the first failure is what the engines must receive.
                 _failure_of(drain, stream)
             refusals: list[str] = []
             if sending is None:
                 try:
-                    # Nobody may serve a version that another rank lacks, so that all must confirm before any
-                    # rank continues.
+                    # All must confirm before any rank continues, because nobody may serve a version that
+                    # another rank lacks.
                     refusals = self._group.agree(str(packing or ""), CONFIRM_SECONDS)
                 except RefitError as error:
                     sending = error
-        # After an aborted operation the group's ranks are permanently out of step.
+        # After an aborted operation the group's ranks stay out of step.
         if sending is not None:
             self.close()
-        # Report the packing failure if there are two: it came first, and the engines often leave because of
-        # it.
+        # Prefer the packing failure: it came first, and engines often leave because of it.
         failure = packing or sending
         if failure is not None:
             raise failure
@@ -183,24 +179,23 @@ class WeightBroadcaster(_Channel):
         part, content = self.parts[index][1], self._content(index)
         pack(stream, self._manifest, part, content)
         if index + 1 == len(self.parts):
-            # This runs the code behind a generator's last weight, which frees buckets, and refuses a model
-            # that yields more weights than it announced.
+            # Runs the code after a generator's last yield, which frees buckets, and rejects a model that
+            # yields more weights than it announced.
             expect_end(stream)
         number = checksum(content) if self._with_checksum else 0
         self._head(index, [self._round, version, part.first, number, int(self._with_checksum)])
 
     def _head(self, index: int, words: list[int]) -> None:
-        # Copy all words at once from host memory: setting them in a CUDA buffer one by one would take five
-        # launches.
+        # Copy all words at once: setting them one by one in a CUDA buffer would take five kernel launches.
         self._header(index).copy_(torch.tensor(words))
 
 
 class WeightListener(_Channel):
-    """The receiving side, a rank of an engine.
+    """The receiving side: an engine rank.
 
     Args:
-        group: the ranks.
-        manifest: from the policy's refit info.
+        group: the process group.
+        manifest: manifest from the policy's refit info.
 
     Attributes:
         version: version of the weights if they are complete; None before the first refit and during each
@@ -214,27 +209,27 @@ class WeightListener(_Channel):
         self.version: int | None = None
 
     def receive(self, load: Load) -> int:
-        """Receive all weights, call ``load`` with each group while the next one arrives, confirm, and return
-        the version of the weights.
+        """Receive all weights, loading each group while the next one arrives; confirm and return the
+        version.
 
         Args:
-            load: is called with names and tensors, which are valid until it returns.
+            load: called with names and tensors, which are valid until it returns.
 
         Raises:
-            RefitError: the policy is gone or in another refit, the bytes differ from those that were sent, or
-                another engine could not load them.
+            RefitError: the policy is gone or in another refit, the data differs from what was sent, or
+                another engine could not load the weights.
         """
-        # From here to the end the engine has parts of two versions, and must not generate.
+        # Until the end the engine has weights of two versions and must not generate.
         self.version = None
         self._round += 1
         failure: Exception | None = None
         with self._leaving_on_error():
-            # Post both receives at once, so that the sender never waits for this rank.
+            # Post both receives now, so that the sender never waits for this rank.
             for index in range(min(BUFFERS, len(self.parts))):
                 self._start(index)
             for index in range(len(self.parts)):
                 self._wait(index)
-                # After a failure receive and discard the rest, because the sender and the other engines
+                # After a failure, receive and discard the rest, because the sender and the other engines
                 # process all groups.
                 failure = failure or _failure_of(self._take, index, load)
                 if index + BUFFERS < len(self.parts):
@@ -249,13 +244,13 @@ class WeightListener(_Channel):
                 "other engines could not load the weights, so this engine does not serve them "
                 f"either: {'; '.join(refusals)}"
             )
-        # Set the version only after all have agreed: an engine that loaded everything must not serve a
-        # version that another one lacks.
+        # Only after all have agreed: even an engine that loaded everything must not serve a version that
+        # another one lacks.
         self.version = self._coming
         return self._coming
 
     def close(self) -> None:
-        """Leave the group of ranks; the weights received so far no longer count as complete."""
+        """Leave the process group; weights received so far no longer count as complete."""
         self.version = None
         super().close()
 
@@ -267,14 +262,18 @@ class WeightListener(_Channel):
         load(self._views[index])
 
     def _check(self, index: int) -> None:
-        """Raise unless group ``index`` has arrived as that group of this refit, and undamaged."""
+        """Check that group ``index`` of this refit has arrived, undamaged.
+
+        Raises:
+            RefitError: it has not; also if the policy aborted the refit.
+        """
         part = self.parts[index][1]
         name = part.tensors[0].name
         round_, version, first, number, checked = self._header(index).tolist()
         if round_ == _GIVEN_UP:
             raise RefitError("the policy aborted the refit: look at its own error, and refit again")
-        # Groups come in the same order on all ranks, so that any other group belongs to a refit whose end
-        # this rank has missed.
+        # Groups arrive in the same order on all ranks, so another group belongs to a refit whose end this
+        # rank missed.
         if (round_, first) != (self._round, part.first):
             raise RefitError(
                 f"weight {first} of refit {round_} came where weight {part.first} of refit "
@@ -293,7 +292,7 @@ class WeightListener(_Channel):
 
 
 def _failure_of(action: Callable[..., object], *arguments: Any) -> Exception | None:
-    """Return the error that ``action`` raises, or None."""
+    """Return the exception that ``action`` raises, or None."""
     try:
         action(*arguments)
     except Exception as failure:

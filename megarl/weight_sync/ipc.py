@@ -1,14 +1,14 @@
-"""Memory through which weights are handed over: allocated once, shared once by handle, and rewritten at every
+"""Shared memory for colocated refits: allocated once, shared once by handle, and overwritten at every
 refit.
 
-It has two slots, so that one group of weights is gathered while the engine reads the other. On a CPU the
-memory has no name in any file system (``memfd_create``, Linux only): another process of the same user opens
-it through ``/proc``, and the kernel frees it when the last process that uses it is gone.
+It has two slots, so that the policy gathers one group of weights while the engine reads the other. On a CPU
+the memory has no name in any file system (``memfd_create``, Linux only): another process of the same user
+opens it through ``/proc``, and the kernel frees it when the last process that uses it is gone.
 
-On a GPU the slots are device memory, shared by CUDA's own handle. The handle is created once per buffer:
-torch counts each handle that it creates as a further reader to wait for, and only the first is ever opened.
-It is sent as named numbers and bytes, and the reader accepts no other types: nothing that comes from the
-policy is unpickled.
+On a GPU the slots are device memory, shared by a CUDA handle. The handle is created only once per buffer,
+because torch counts every created handle as a further reader to wait for, but only the first is ever opened.
+It is sent as named numbers and bytes, and the reader rejects other types: nothing from the policy is
+unpickled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 from megarl.distributed.allocator import AllocatorOptions
 from megarl.errors import RefitError
 
-# Bytes of a token behind the weights, in the same mapping, by which a process that maps the block recognises
-# the intended one.
+# Bytes of a token after the weights, in the same mapping, with which a process checks that it has mapped the
+# intended block.
 _TOKEN_BYTES = 16
 SLOTS = 2
 PAGE = 4096
@@ -37,14 +37,14 @@ PAGE = 4096
 
 @functools.cache
 def host_identity() -> str:
-    """Return an identity that is equal for processes that can open one another's shared memory: the boot of
-    the kernel and the process namespace."""
+    """Return an identity that is equal for processes that can open each other's shared memory: the kernel's
+    boot id and the PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 class SharedBlock:
-    """A block of shared memory; ``create`` allocates a block, ``attach`` opens another process's.
+    """A block of shared memory. ``create`` allocates one; ``attach`` opens another process's.
 
     Attributes:
         bytes: uint8 [nbytes], the memory itself.
@@ -52,22 +52,22 @@ class SharedBlock:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._descriptor = descriptor
-        # Never close the mapping by hand: torch.frombuffer keeps it alive, but could not stop it from being
-        # closed under a tensor.
+        # Never close the mapping explicitly: torch.frombuffer keeps it alive, but would not prevent it from
+        # being closed under a tensor.
         self._map = mmap.mmap(descriptor, nbytes + _TOKEN_BYTES)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes, self._token = whole[:nbytes], whole[nbytes:]
 
     @classmethod
     def create(cls, nbytes: int) -> SharedBlock:
-        """Allocate a block of zeros, of which no page takes memory before it is written.
+        """Allocate a block of zeros. A page takes memory only once it is written.
 
         Raises:
-            RefitError: the system has no such memory, or not enough.
+            RefitError: the system does not support such memory, or has too little.
         """
         if not hasattr(os, "memfd_create"):
             raise RefitError("shared memory without a file needs Linux: generate with the policy itself")
-        # Use memory without a name: a crash leaves nothing in /dev/shm, and no other user can open it.
+        # Memory without a name: a crash leaves nothing in /dev/shm, and no other user can open it.
         descriptor = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes + _TOKEN_BYTES)
@@ -77,17 +77,17 @@ class SharedBlock:
             raise RefitError(
                 f"no {nbytes} bytes of shared memory: {error}; set a smaller policy.refit_buffer_size_gb"
             ) from error
-        # Copy the token from a bytearray, because torch.frombuffer warns of read-only memory.
+        # A bytearray, because torch.frombuffer warns about read-only memory.
         block._token.copy_(torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))
         return block
 
     def handle(self) -> dict[str, Any]:
-        """Return a handle of plain types, by which another process opens the block."""
+        """Return a handle of plain types with which another process can open the block."""
         return {
             "host": host_identity(),
             "process": os.getpid(),
-            # Pass the number instead of the descriptor itself: it is sent as JSON through the driver, and
-            # /proc turns it back into memory.
+            # Pass the descriptor's number: the handle is sent as JSON through the driver, and the reader
+            # opens the memory through /proc.
             "descriptor": self._descriptor,
             "nbytes": self.bytes.numel(),
             "token": bytes(self._token.tolist()).hex(),
@@ -95,10 +95,10 @@ class SharedBlock:
 
     @classmethod
     def attach(cls, handle: Mapping[str, Any]) -> SharedBlock:
-        """Open the block of another process, or of this one.
+        """Open a block of this or another process.
 
         Raises:
-            RefitError: the block is on another host, or is gone.
+            RefitError: the block is on another host, or gone.
         """
         if handle["host"] != host_identity():
             raise RefitError(
@@ -112,7 +112,7 @@ class SharedBlock:
             raise RefitError(
                 f"the policy's shared memory is gone ({path}: {error.strerror}): start a new refit"
             ) from error
-        # Numbers of processes and descriptors are reused, so that this may be another file by now.
+        # Process ids and descriptors are reused, so this may be another file by now.
         if os.fstat(descriptor).st_size != handle["nbytes"] + _TOKEN_BYTES:
             os.close(descriptor)
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
@@ -125,26 +125,27 @@ class SharedBlock:
                 f"process: {error}; leave this process more memory, or set a smaller "
                 "policy.refit_buffer_size_gb"
             ) from error
-        # A later buffer of the same process may have the same descriptor and size, but has another token.
+        # A later buffer of the same process may have the same descriptor and size, but not the same token.
         if bytes(block._token.tolist()).hex() != handle["token"]:
             block.close()
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
         return block
 
     def close(self) -> None:
-        """Release the block; tensors that are views of it keep its pages."""
+        """Release the block. Tensors that are views of it keep its memory alive."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class IpcBuffer:
-    """The two slots, after a page that describes their content; on a GPU only that page is in host memory.
+    """A page of metadata and two slots for groups of weights. On a GPU the slots are device memory, and only
+    the page is host memory.
 
     Attributes:
         slot_bytes: bytes of one slot.
-        marks: int64 [``SLOTS``, 3], session, refit and number of the group that each slot holds; -1 while the
-            slot is written.
+        marks: int64 [``SLOTS``, 3]: session, refit id and index of the group in each slot; -1 while the slot
+            is being written.
     """
 
     def __init__(
@@ -156,22 +157,22 @@ class IpcBuffer:
     ) -> None:
         self.slot_bytes, self._block, self._device_handle = slot_bytes, block, device_handle
         # Keep marks in host memory even for a GPU, so that a reader checks them without a kernel or a stream
-        # to wait for.
+        # synchronization.
         self.marks = block.bytes[: SLOTS * 24].view(torch.int64).view(SLOTS, 3)
         self._data = block.bytes[PAGE:] if data is None else data
 
     @classmethod
     def create(cls, slot_bytes: int, device: torch.device) -> IpcBuffer:
-        """Allocate the policy's side.
+        """Allocate a buffer on the policy's side.
 
         Args:
-            slot_bytes: minimum bytes of one slot.
-            device: device of the weights; on a GPU the slots are there too.
+            slot_bytes: minimum bytes of one slot; rounded up to a page.
+            device: device of the weights; on a GPU the slots are on it too.
 
         Raises:
-            RefitError: there is not enough memory.
+            RefitError: there is too little memory.
         """
-        # Begin both slots at a page, so that a view of any dtype is aligned.
+        # Align both slots to pages, so that a view of any dtype is aligned.
         slot_bytes = -(-slot_bytes // PAGE) * PAGE
         if device.type != "cuda":
             return cls(slot_bytes, SharedBlock.create(PAGE + SLOTS * slot_bytes), None, None)
@@ -186,17 +187,17 @@ class IpcBuffer:
 
     @classmethod
     def attach(cls, handle: Mapping[str, Any], device: torch.device) -> IpcBuffer:
-        """Open the memory of a policy's process.
+        """Open the buffer of a policy process.
 
         Raises:
-            RefitError: the memory is gone, or its handle is not megarl's.
+            RefitError: the memory is gone, or the handle was not created by megarl.
         """
         data = None if handle["device"] is None else _device_memory(handle["device"], device)
         return cls(handle["slot_bytes"], SharedBlock.attach(handle["memory"]), data, None)
 
     def handle(self) -> dict[str, Any]:
-        """Return a handle of plain types, by which another process opens the buffer; on a GPU it contains
-        PyTorch's own handle of the device memory. The handle is the same every time."""
+        """Return a handle of plain types with which another process can open the buffer. It is the same on
+        every call; on a GPU it contains torch's handle of the device memory."""
         return {"memory": self._block.handle(), "slot_bytes": self.slot_bytes, "device": self._device_handle}
 
     def slot(self, number: int) -> torch.Tensor:
@@ -208,7 +209,7 @@ class IpcBuffer:
         self._block.close()
 
 
-# The fields of torch's handle that are sent, with their types; the others are the same for every buffer.
+# Fields of torch's handle that are sent, with their types; the others are the same for every buffer.
 _TRAVELS: Mapping[str, type] = {
     "storage_handle": bytes,
     "storage_size_bytes": int,
@@ -231,16 +232,18 @@ _EACH_SIDE = {"tensor_size", "storage_device"}
 
 @contextlib.contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Make torch's allocator use plain segments inside the context if it is configured for expandable ones.
+    """Within the context, make torch's allocator use plain segments even if it is configured for expandable
+    ones.
 
-    CUDA's handles only cover memory of ``cudaMalloc``. An expandable segment is shared by a file descriptor
-    that the reader fetches from the policy's process, which needs permissions that many containers lack.
+    CUDA handles only cover memory of ``cudaMalloc``. An expandable segment is shared through a file
+    descriptor that the reader fetches from the policy's process, for which many containers lack the
+    permissions.
     """
     options = AllocatorOptions.of_environment()
     if not options.expandable:
         yield
         return
-    # Pass all options, because each call sets all of them.
+    # Each call sets all options, so pass all of them.
     _set_allocator(str(options.with_expandable(False)))
     try:
         yield
@@ -250,7 +253,7 @@ def _plain_segments() -> Iterator[None]:
 
 def _set_allocator(options: str) -> None:
     # Newer torch has one setter for all accelerators and deprecates that of torch.cuda; both take the same
-    # text.
+    # string.
     settings = (
         getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         or torch.cuda.memory._set_allocator_settings
@@ -273,10 +276,11 @@ def _device_handle(data: torch.Tensor) -> dict[str, Any]:
     from torch.multiprocessing import reductions
 
     fields = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    # torch's signature is private and has changed before: refuse an unknown field here, instead of guessing
-    # it in another process.
+    # torch's signature is private and has changed before: reject an unknown field here instead of guessing
+    # its value in another process.
     _check_fields(fields)
-    # Call this once per buffer (see the module): every call adds a reference count that has to be released.
+    # Call this once per buffer (see the module docstring): every call adds a reference count that must be
+    # released.
     values = dict(zip(fields, reductions.reduce_tensor(data)[1], strict=True))
     other = [name for name, value in _KNOWN.items() if values[name] != value]
     wrong = [name for name, kind in _TRAVELS.items() if type(values[name]) is not kind]
@@ -300,10 +304,10 @@ def _check_fields(fields: list[str]) -> None:
 
 
 def _device_memory(handle: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """Open device memory of another process, uint8 [nbytes], on this process's device of that memory.
+    """Open device memory of another process, uint8 [nbytes], on this process's device.
 
     Raises:
-        RefitError: the handle has other fields, or values that are not numbers or bytes.
+        RefitError: the handle has other fields, or values of other types.
     """
     from torch.multiprocessing import reductions
 

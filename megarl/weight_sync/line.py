@@ -1,4 +1,4 @@
-"""Connections between two processes, which carry messages and reveal that the other process is gone."""
+"""Message connection between two processes that also reveals when the other process is gone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-# Messages of a few hundred bytes fit into the kernel's buffers, so that a receiver that accepts none for this
+# Messages of a few hundred bytes fit into the kernel's buffers, so a receiver that blocks a send for this
 # long has stopped.
 _SAY_SECONDS = 5.0
-# This limit prevents a program outside the run from filling this process's memory.
+# Limit the message size, so that a program outside the run cannot fill this process's memory.
 _LONGEST_BYTES = 2**24
-# Detect a host that vanished silently after about half a minute. The probes also show firewalls that the
-# connection is in use.
+# Detect a host that vanished silently after about half a minute. The probes also keep firewalls from dropping
+# the idle connection.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
-    """Return whether any of the descriptors becomes readable, or reaches end of file, within ``seconds``."""
-    # Do not use select(), which accepts no descriptor above 1,023.
+    """Return whether any of the file descriptors becomes readable or reaches end of file within
+    ``seconds``."""
+    # Not select(), which accepts no descriptor above 1,023.
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -30,13 +31,13 @@ def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
 
 
 class Line:
-    """A connection on which a message is a line of JSON. It ends with the process on its other side, however
-    that process ends."""
+    """A socket connection whose messages are lines of JSON. It ends when the process on the other side ends,
+    in whatever way."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._heard = connection, b""
         self._ended = False
-        # A Unix socket ends with its process; only over the network can a host vanish silently.
+        # A Unix socket ends with its process; only a network connection needs keep-alive probes.
         if connection.family == socket.AF_UNIX:
             return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -45,7 +46,7 @@ class Line:
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor of the connection, for waiting on it."""
+        """File descriptor of the connection, for polling."""
         return self._socket.fileno()
 
     def say(self, message: Any) -> None:
@@ -58,7 +59,7 @@ class Line:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def hear(self, seconds: float) -> Any:
-        """Wait for a message and return it.
+        """Wait up to ``seconds`` for a message and return it.
 
         Raises:
             OSError: no message arrived in time, or the connection has ended.
@@ -66,7 +67,7 @@ class Line:
         """
         ends = time.monotonic() + seconds
         while b"\n" not in self._heard:
-            # Never pass 0, which makes a socket non-blocking and turns a timeout into BlockingIOError.
+            # Never 0, which makes the socket non-blocking and turns a timeout into BlockingIOError.
             self._socket.settimeout(max(0.01, ends - time.monotonic()))
             more = self._socket.recv(2**16)
             if not more or len(self._heard) > _LONGEST_BYTES:
@@ -91,18 +92,18 @@ class Line:
             pass
         except OSError:
             self._ended = True
-        # The part behind the last line feed is the beginning of an incomplete message.
+        # Bytes after the last line feed are the start of an incomplete message.
         *messages, self._heard = self._heard.split(b"\n")
-        # Messages sent before the end count, because a rank may refuse and leave.
+        # Deliver messages that were sent before the end, because a rank may report a failure and leave.
         if self._ended and not messages:
             raise ConnectionError("the connection ended")
         return list(map(json.loads, messages))
 
     def is_gone(self) -> bool:
-        """Return whether the process on the other side has ended or left."""
+        """Return whether the process on the other side has ended or closed the connection."""
         self._socket.settimeout(0)
         try:
-            # Peek, so that a waiting message can still be received.
+            # Peek, so that a waiting message stays in the socket.
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
@@ -110,8 +111,8 @@ class Line:
             return True
 
     def close(self) -> None:
-        """Close the connection, and tell the other side."""
-        # Shut the connection down first: closing sends nothing while a forked process also has the socket.
+        """Close the connection; the other side is notified."""
+        # Shut down first: close() alone sends nothing while a forked process still has the socket.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

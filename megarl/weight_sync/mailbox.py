@@ -1,16 +1,15 @@
-"""Mailbox for the messages within a refit between a rank of the policy and the engine's ranks that read its
-weights.
+"""Messages during a colocated refit between a policy rank and the engine ranks that read its weights.
 
-A publishing rank of the policy keeps its mailbox for its lifetime, one per GPU, or on a CPU one per host. The
-mailbox is a socket without a name in any file system, to which readers connect. The policy sends them the
-location of each group of a refit, which is identified by its ticket, or the reason why it has given up the
-refit; readers report what they have read. The policy rewrites a slot when all living readers have read its
-content.
+A publishing policy rank keeps one mailbox for its lifetime: each rank on GPUs, one rank per host on a CPU.
+The mailbox is a Unix socket without a file, to which readers connect. For each group of tensors in a refit
+the policy sends the location of its data, or the reason why it aborted the refit; readers report how many
+groups they have read. Every message carries the id of its refit (``ticket``). The policy overwrites a buffer
+slot once all living readers have read it.
 
-Both sides continue whatever happens to the other. The policy no longer waits for a reader that failed, or
-whose process ended; for a reader that hangs, it waits until its patience ends. A policy that failed sends the
-reason; if its process ended, the connection reveals it. So after a failed refit nobody is still waiting when
-the next one begins.
+A failure on one side does not block the other. The policy stops waiting for a reader that failed or whose
+process ended, and waits for a hanging reader until a timeout. A failed policy sends the reason; if its
+process ended, the connection shows it. So after a failed refit nobody is still waiting when the next one
+begins.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from megarl.errors import RefitError
 from megarl.weight_sync.ipc import host_identity
 from megarl.weight_sync.line import Line, can_be_read
 
-# This is less than any count of groups, so that one comparison shows which readers are awaited.
+# Smaller than any number of groups, so that one comparison finds the readers to wait for.
 _REFUSED = -1
-# All engine ranks of a host may connect at once; the kernel limits this to net.core.somaxconn.
+# All engine ranks of a host may connect at once; the kernel caps this at net.core.somaxconn.
 _BACKLOG = 4096
 
 
 @dataclass(slots=True)
 class _Reader:
-    """A rank of an engine that has connected.
+    """An engine rank that has connected.
 
     Attributes:
         line: connection to the rank.
-        process: number of its process.
-        session: number of the engines that it belongs to; None until it has sent this number.
-        ticket, read: its present refit, and how many of the refit's groups it has read; ``_REFUSED`` if it
-            reads no more.
-        before: its refit when the mailbox's present one began.
+        process: its process id.
+        session: id of the set of engines that it belongs to; None until received.
+        ticket, read: its current refit id, and the number of that refit's groups that it has read;
+            ``_REFUSED`` if it stopped reading.
+        before: its refit id when the mailbox's current refit began.
     """
 
     line: Line
@@ -56,28 +55,28 @@ class _Reader:
 
 
 class Mailbox:
-    """The policy's side of a mailbox: one publishing rank.
+    """The policy's side of a mailbox.
 
     Args:
-        on_gpu: the weights are in memory of this process's GPU; otherwise any process of the host can read
+        on_gpu: the weights are in this process's GPU memory; otherwise every process of the host can read
             them.
-        engine_rank: number, within its engine, of the ranks that may read the weights; None for all ranks.
+        engine_rank: index within an engine of the ranks that may read these weights; None for all ranks.
     """
 
     def __init__(self, *, on_gpu: bool, engine_rank: int | None = None) -> None:
         self._server = socket.socket(socket.AF_UNIX)
-        # Let the kernel choose a name, which any user of the host can see; the token is secret.
+        # The kernel chooses a name, which every user of the host can see; the token is secret.
         self._server.bind("")
         self._name, self._token = self._server.getsockname()[1:].decode(), secrets.token_hex(16)
         self._server.listen(_BACKLOG)
-        # Do not block, because the policy must never wait for an engine that hangs.
+        # Non-blocking, because the policy must never wait for a hanging engine.
         self._server.setblocking(False)
         self._on_gpu, self._engine_rank = on_gpu, engine_rank
         self._everybody: list[_Reader] = []
         self.refit: tuple[int, int] | None = None
 
     def handle(self) -> dict[str, Any]:
-        """Return a handle of plain types, by which another process finds the mailbox."""
+        """Return a handle of plain types with which another process can connect."""
         here = {
             "host": host_identity(),
             "process": os.getpid(),
@@ -87,20 +86,20 @@ class Mailbox:
         return {**here, "name": self._name, "token": self._token}
 
     def open(self, session: int, ticket: int) -> None:
-        """Begin a refit."""
+        """Begin refit ``ticket`` of session ``session``."""
         self._look(0.0)
         self.refit = session, ticket
-        # Store each ticket, which distinguishes a reader that has not reached this refit from one that has
-        # finished it.
+        # Remember each reader's refit id, to distinguish a reader that has not started this refit from one
+        # that has already finished it.
         for reader in self._everybody:
             reader.before = reader.ticket
 
     def post(self, index: int, payload: Mapping[str, Any]) -> None:
-        """Send the location of the refit's group ``index`` to the readers."""
+        """Send the readers the location of group ``index`` of the refit."""
         self._tell({"index": index, "payload": without_bytes(payload)})
 
     def give_up(self, session: int, ticket: int, reason: str) -> None:
-        """Tell the readers of a refit that it sends no more groups, and why."""
+        """Tell the readers of a refit that it is aborted, and why."""
         if self.refit != (session, ticket):
             self.open(session, ticket)
         self._tell({"given_up": reason})
@@ -109,23 +108,23 @@ class Mailbox:
         assert self.refit is not None
         for reader in self._readers():
             if (reader.ticket, reader.read) == (self.refit[1], _REFUSED):
-                # This reader listens again at the next refit.
+                # This reader ignores messages until the next refit.
                 continue
             try:
-                # Name the refit in every message, because an interrupted reader still finds earlier messages
-                # in its connection.
+                # Put the refit id into every message, because an interrupted reader still finds earlier
+                # messages in its connection.
                 reader.line.say({"ticket": self.refit[1], **message})
             except OSError:
                 self._drop(reader)
 
     def has_readers(self) -> bool:
-        """Return whether any living rank of the refit's engines is connected."""
+        """Return whether a living engine rank of the refit's session is connected."""
         self._look(0.0)
         return bool(self._readers())
 
     def wait_until_read(self, count: int, patience: float) -> None:
-        """Wait until every living reader has read ``count`` groups of the refit, has refused it, or is in a
-        later one.
+        """Wait until every living reader has read ``count`` groups of the refit, has stopped reading, or is
+        in a later refit.
 
         Raises:
             RefitError: a reader has not done so after ``patience`` seconds.
@@ -145,20 +144,21 @@ class Mailbox:
         assert self.refit is not None
         if reader.ticket == self.refit[1]:
             return _REFUSED < reader.read < count
-        # The reader has not come yet only if its ticket is unchanged; otherwise it may have finished this
-        # refit and entered the next one.
+        # With an unchanged refit id the reader has not started. Otherwise it may have finished this refit and
+        # started the next.
         return count > 0 and reader.ticket == reader.before
 
     def _readers(self) -> list[_Reader]:
-        """Return the living readers of the refit."""
+        """Return the living readers of the refit's session."""
         return [
             reader for reader in self._everybody if self.refit is not None and reader.session == self.refit[0]
         ]
 
     def _look(self, seconds: float) -> None:
-        """Wait at most ``seconds``, then accept new readers and process the messages of all readers."""
-        # Wait for all connections and the server together: waiting for each in turn would miss a reader that
-        # ends meanwhile.
+        """Wait up to ``seconds`` for activity, then accept new readers and process the messages of all
+        readers."""
+        # Poll all connections and the server together: waiting for each in turn would miss a reader that ends
+        # in the meantime.
         if not can_be_read(
             (self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)), seconds
         ):
@@ -178,8 +178,7 @@ class Mailbox:
             reader.ticket, reader.read = message
             return
         token, reader.process, reader.session = message
-        # Any user of the host may connect to a name without a file, but only the engines were given the
-        # token.
+        # Any user of the host may connect to a name without a file; only the engines know the token.
         if not secrets.compare_digest(str(token), self._token):
             raise ValueError("another program")
 
@@ -195,11 +194,11 @@ class Mailbox:
 
 
 class MailboxReader:
-    """The engine rank's side of a mailbox.
+    """An engine rank's side of a mailbox.
 
     Args:
         handle: handle of the policy's mailbox.
-        session: number of the engines that take part in a refit together.
+        session: id of the set of engines that take part in refits together.
 
     Raises:
         RefitError: the mailbox is on another host, or gone.
@@ -214,7 +213,7 @@ class MailboxReader:
         self.session, self._policy = session, handle["process"]
         connection = socket.socket(socket.AF_UNIX)
         try:
-            # A leading zero byte means Linux's abstract namespace, so that a crash leaves no file.
+            # A leading zero byte selects Linux's abstract namespace: a crash leaves no file.
             connection.connect(f"\0{handle['name']}")
             self._line = Line(connection)
             self._line.say([handle["token"], os.getpid(), session])
@@ -225,16 +224,15 @@ class MailboxReader:
             ) from error
 
     def enter(self, ticket: int) -> None:
-        """Take part in a refit from its first group on."""
+        """Take part in refit ``ticket`` from its first group on."""
         self.has_read(ticket, 0)
 
     def payload(self, ticket: int, index: int, patience: float) -> dict[str, Any]:
-        """Return the location of the refit's group ``index``, once the policy has posted it; messages of
+        """Wait until the policy has posted group ``index`` of the refit, and return its location. Messages of
         other refits are skipped.
 
         Raises:
-            RefitError: the policy has given up the refit, has ended, or posts nothing for ``patience``
-                seconds.
+            RefitError: the policy aborted the refit, ended, or posted nothing for ``patience`` seconds.
         """
         ends = time.monotonic() + patience
         try:
@@ -256,13 +254,13 @@ class MailboxReader:
             ) from error
 
     def has_read(self, ticket: int, count: int) -> None:
-        """Report that this rank no longer needs the first ``count`` groups of a refit."""
-        # Ignore a lost connection here, because waiting for the next group will detect it.
+        """Report that this rank no longer needs the first ``count`` groups of the refit."""
+        # Ignore a lost connection: waiting for the next group detects it.
         with contextlib.suppress(OSError):
             self._line.say([ticket, count])
 
     def refuse(self, ticket: int) -> None:
-        """Report that this rank reads no more of a refit, so that the policy does not wait for it."""
+        """Report that this rank stops reading the refit, so that the policy does not wait for it."""
         self.has_read(ticket, _REFUSED)
 
     def close(self) -> None:
@@ -271,21 +269,23 @@ class MailboxReader:
 
 
 def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> str:
-    """Return the device of the policy rank from which an engine rank takes its weights: its own device, or on
-    a CPU that of a policy rank on the same host which publishes for it.
+    """Return the device of the policy rank from which an engine rank reads its weights.
+
+    On a GPU this is the engine rank's own device; on a CPU, the device of any policy rank on the same host
+    that publishes for this engine rank.
 
     Args:
-        mailboxes: handles by the identity of the policy rank's device.
+        mailboxes: mailbox handles by identity of the policy rank's device.
         device: identity of the engine rank's device.
-        engine_rank: number of the engine rank in its engine.
+        engine_rank: index of the rank in its engine.
 
     Raises:
-        RefitError: there is no such device.
+        RefitError: there is no such policy rank.
     """
     for_it = {
         name: handle for name, handle in mailboxes.items() if handle["engine_rank"] in (None, engine_rank)
     }
-    # On a GPU, memory is shared within one device; on a CPU, every rank of the host can read it.
+    # GPU memory is shared within one device; on a CPU every rank of the host can read it.
     if device in for_it:
         return device
     for name, handle in for_it.items():
@@ -300,12 +300,12 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
 def mailbox_for(
     mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0
 ) -> Mapping[str, Any]:
-    """Return the mailbox that an engine rank reads; see ``beside``."""
+    """Return the mailbox handle that an engine rank reads; see ``beside``."""
     return mailboxes[beside(mailboxes, device, engine_rank)]
 
 
 def without_bytes(value: Any) -> Any:
-    """Return plain values with bytes replaced by hexadecimal text, as JSON requires."""
+    """Return ``value`` with all bytes replaced by ``{"hex": ...}``, as JSON requires."""
     if isinstance(value, bytes):
         return {"hex": value.hex()}
     return {key: without_bytes(one) for key, one in value.items()} if isinstance(value, Mapping) else value

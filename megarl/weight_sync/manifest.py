@@ -1,11 +1,11 @@
-"""The manifest of a refit: names, shapes and dtypes of the policy's weights in one order, and their positions
-in a buffer.
+"""The manifest of a refit: names, shapes and dtypes of the policy's weight tensors in sending order, and
+their positions in a buffer.
 
-Both sides know the manifest before the first transfer, so that a transfer itself carries no names or shapes.
-This module also decides what is fixed for all refits: how the memory beyond the model is divided (two
-transfer buffers, gathered weights, and lists), which pipeline stage sends which weights (runs of consecutive
-weights in sending order that one stage holds; an interleaved pipeline gives a stage several runs), and how
-weights are copied in batches from a stream into a buffer.
+Both sides know the manifest before the first transfer, so transfers contain no names or shapes. The module
+also defines what is fixed for all refits: how memory beyond the model is divided (two transfer buffers,
+gathered weights, and lists); which pipeline stage sends which weights (as runs of consecutive tensors; an
+interleaved pipeline gives a stage several runs); and how tensors are copied from a stream to a buffer in
+batches.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from megarl.weight_sync.plan import (
 from megarl.weight_sync.slices import Slice, Slices
 
 GIB = 2**30
-# Maximum bytes of weights that are gathered together, and their bytes if no memory is configured.
+# Maximum bytes of weights gathered together; used as is if no memory limit is configured.
 BUCKET_BYTES = 64 * 2**20
-# A bucket takes this fraction of the configured memory.
+# The configured memory is divided by this number to get the size of a bucket.
 BUCKET_SHARE = 16
-# Number of buckets in memory at once: one in transit, of which gloo has two copies, one that has arrived, and
-# the tensors built from it.
+# Number of buckets in memory at once: one in transfer, of which gloo has two copies, one that has arrived,
+# and the tensors built from it.
 BUCKETS = 5
-# Bytes of host memory per weight besides its content: its name in a group, its location in a buffer, and its
-# copy plan while groups are laid out for the first time.
+# Bytes of host memory per tensor for bookkeeping: its name in a group, its location in a buffer, and its copy
+# plan while groups are first laid out.
 LIST_BYTES = 256
-# This fraction of the configured memory is reserved for connections and for what allocators keep.
+# One part in this number of the configured memory is reserved for connections and allocator overhead.
 REST_SHARE = 64
 
 
 def bucket_bytes(buffer_gib: float | None) -> int:
-    """Return the bytes of weights that are gathered together, unless a single weight takes more.
+    """Return the maximum bytes of weights gathered together, unless a single tensor is larger.
 
     Args:
-        buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None if it is not configured.
+        buffer_gib: GiB that a refit may use, ``policy.refit_buffer_size_gb``; None if not configured.
     """
     return BUCKET_BYTES if buffer_gib is None else min(BUCKET_BYTES, int(buffer_gib * GIB) // BUCKET_SHARE)
 
@@ -64,12 +64,12 @@ def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, 
     """Return the bytes of each transfer buffer.
 
     Args:
-        buffer_gib: GiB that a refit may take.
+        buffer_gib: GiB that a refit may use.
         buffers: number of transfer buffers.
         lists: bytes of the lists of the buffers' content.
-        gathered: bytes of weights that are being gathered for the buffers.
-        largest: bytes of the largest weight, which gets room if buffers of its size and the lists fit alone.
-            Its gathering, as a bucket of its own, may then take more memory than is configured.
+        gathered: bytes of the weights being gathered for the buffers.
+        largest: bytes of the largest tensor. Buffers get at least this size if all of them and the lists fit
+            into ``buffer_gib``, although gathering this tensor may then exceed the limit.
     """
     configured = int(buffer_gib * GIB)
     room = max(configured - lists, 0)
@@ -81,11 +81,11 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(frozen=True)
 class Manifest:
-    """All weights, in sending order.
+    """All weight tensors of a refit, in sending order.
 
     Attributes:
-        tensors: the weights; for a weight that is sent as a slice, the shape of the slice.
-        slices: slice and full shape of each weight that is sent as a slice, by name, in sending order.
+        tensors: the tensors; for one that is sent as a slice, the shape is that of the slice.
+        slices: slice and full shape of each tensor that is sent as a slice, by name, in sending order.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -101,7 +101,7 @@ class Manifest:
         """Build a manifest from its ``description``.
 
         Raises:
-            RefitError: ``description`` is not the description of a manifest.
+            RefitError: it is not a description of a manifest.
         """
         try:
             infos = [
@@ -131,11 +131,10 @@ class Manifest:
         return manifest
 
     def sliced(self, slices: Slices) -> Manifest:
-        """Return the manifest of the same weights in which those of ``slices`` are sent as slices; for one
-        rank of an engine.
+        """Return the manifest for one engine rank, in which the tensors in ``slices`` are sent as slices.
 
         Raises:
-            RefitError: a name is not a weight of this manifest, or the weight does not have these indices.
+            RefitError: a name is not in this manifest, or the tensor does not have these indices.
         """
         unknown = slices.keys() - self._index.keys()
         if unknown or self.slices:
@@ -152,16 +151,16 @@ class Manifest:
         return Manifest(tuple(tensors.values()), chosen)
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return ``{name: (shape, dtype)}`` in sending order, as the NeMo-RL policy API's
-        ``prepare_refit_info`` does."""
+        """Return ``{name: (shape, dtype)}`` in sending order, the result of ``prepare_refit_info`` in
+        NeMo-RL's policy API."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 digest of names, shapes, dtypes, their order and the slices, in hexadecimal."""
+        """SHA-256 hex digest of names, shapes, dtypes, order and slices."""
         listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
         if self.slices:
-            # Include the slices, because the slices of two ranks may have the same shapes.
+            # Include the slices, because slices of two ranks may have the same shapes.
             listing += json.dumps(
                 [[name, where.plain(), whole] for name, (where, whole) in self.slices.items()]
             )
@@ -180,11 +179,11 @@ class Manifest:
         return list(map(_SHAPE, self.tensors)), list(map(_DTYPE, self.tensors))
 
     def expect(self, first: int, stop: int, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Check that weights are the announced ones from index ``first`` up to ``stop``, without Python code
-        per weight.
+        """Check that arriving tensors are the announced ones from index ``first`` up to ``stop``, without a
+        Python loop over tensors.
 
         Raises:
-            RefitError: the weights differ from the announced ones.
+            RefitError: they differ from the announced ones.
         """
         shapes, dtypes = self._kinds
         if (
@@ -200,7 +199,7 @@ class Manifest:
         ``stop``.
 
         Raises:
-            RefitError: the infos differ from the announced ones.
+            RefitError: they differ from the announced ones.
         """
         for announced, found in zip_longest(self.tensors[first:stop], coming):
             if found != announced:
@@ -212,7 +211,7 @@ class Manifest:
 
     @property
     def padded_sizes(self) -> list[tuple[str, int]]:
-        """Names with the bytes that the weights take in a buffer, in sending order."""
+        """Name and padded bytes of each tensor, in sending order."""
         return [(tensor.name, padded_bytes(tensor.nbytes)) for tensor in self.tensors]
 
     @cached_property
@@ -223,24 +222,24 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all weights take in a buffer."""
+        """Padded bytes of all tensors."""
         return self._begins[-1]
 
     @cached_property
     def largest(self) -> tuple[str, int]:
-        """Name of the weight that takes the most bytes in a buffer, and these bytes."""
+        """Name and padded bytes of the largest tensor."""
         return max(self.padded_sizes, key=lambda one: one[1], default=("no weight", 0))
 
     def groups(self, budget: int, first: int = 0, stop: int | None = None) -> Iterator[Group]:
-        """Yield the weights from index ``first`` up to ``stop`` in order, in as few groups as possible of at
-        most ``budget`` bytes each.
+        """Yield the tensors from index ``first`` up to ``stop`` in order, in as few groups of at most
+        ``budget`` bytes as possible.
 
         Raises:
-            RefitError: a single weight is larger than ``budget``.
+            RefitError: a single tensor is larger than ``budget``.
         """
         stop = len(self.tensors) if stop is None else stop
         while first < stop:
-            # Search instead of summing, because groups of tens of thousands of weights are formed again for
+            # Binary search instead of summing: groups of tens of thousands of tensors are formed again for
             # each buffer size.
             end = min(bisect_right(self._begins, self._begins[first] + budget) - 1, stop)
             if end <= first:
@@ -251,8 +250,8 @@ class Manifest:
             first = end
 
     def group(self, first: int, count: int) -> Group:
-        """Return the group of ``count`` weights from index ``first`` on, which is laid out once and cached
-        for later refits."""
+        """Return the group of ``count`` tensors from index ``first`` on. Its layout is cached for later
+        refits."""
         if (first, count) not in self._groups:
             self._groups[first, count] = Group.of(first, self.tensors[first : first + count])
         return self._groups[first, count]
@@ -262,7 +261,7 @@ class Manifest:
         return {}
 
     def group_named(self, names: Sequence[str]) -> Group:
-        """Return the group of the weights ``names``.
+        """Return the group of the tensors ``names``.
 
         Raises:
             RefitError: the names are not consecutive in sending order.
@@ -279,12 +278,12 @@ class Manifest:
 
 
 def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
-    """Return the error for a weight that takes more bytes than a buffer has.
+    """Return the error for a tensor that is larger than a buffer.
 
     Args:
-        name, nbytes: name of the weight, and its bytes including padding.
+        name, nbytes: name of the tensor, and its padded bytes.
         budget: bytes of a buffer.
-        weights: number of all weights.
+        weights: number of all tensors.
     """
     # Round up, so that the recommended value is sufficient.
     needed = Decimal(2 * nbytes + LIST_BYTES * weights) / 2**30
@@ -300,11 +299,11 @@ WeightIterator = Iterator[tuple[str, torch.Tensor]]
 
 
 def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
-    """Copy the weights of a group from a stream into ``buffer``, uint8; without a buffer the stream advances
-    all the same.
+    """Copy the tensors of a group from a stream to ``buffer`` (uint8); without a buffer, only advance the
+    stream.
 
     Raises:
-        RefitError: the weights differ from the announced ones.
+        RefitError: the tensors differ from the announced ones.
     """
     first = group.first
     if isinstance(stream, FlatBucketIterator):
@@ -312,7 +311,7 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
             first = _lay(stream, manifest, group, first, buffer)
         return
     for begin, end in group.batches:
-        # Do not keep the pairs, because tens of thousands of them would trigger the garbage collector.
+        # Do not keep (name, tensor) pairs: tens of thousands of tuples would trigger the garbage collector.
         names, weights = [], []
         for name, weight in islice(stream, end - begin):
             names.append(name)
@@ -325,8 +324,8 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
 def _lay(
     stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None
 ) -> int:
-    """Copy a flat bucket into the buffer, and return the index after its last weight. Python code runs per
-    weight only when the bucket first arrives."""
+    """Copy the stream's next flat bucket to the buffer and return the index after its last tensor. There is
+    Python work per tensor only when the bucket first arrives."""
     bucket = stream.take(group.stop - first)
     if bucket is None:
         manifest.expect_infos(first, group.stop, ())
@@ -338,8 +337,7 @@ def _lay(
             f"{type(stream).__name__} gave {bucket.count} weights, but 1 to {group.stop - first} "
             "were requested"
         )
-    # Store the plan with the group, which is stored with the manifest, so that the second refit finds all
-    # plans.
+    # The group is cached in the manifest, so the second refit finds all plans.
     plan = group.plans.get(first)
     if plan is None or not plan.serves(bucket):
         manifest.expect_infos(first, stop, bucket.infos())
@@ -350,16 +348,15 @@ def _lay(
 
 
 def failing(error: Exception) -> WeightIterator:
-    """Return the stream of a model that cannot provide weights; its first item raises ``error``."""
-    # Raise at the first next() and not when the stream is created, because all ranks have begun the refit by
-    # then.
+    """Return a stream that raises ``error`` at its first item."""
+    # Raise at the first next(), not at creation: all ranks have begun the refit by then.
     raise error
     yield
 
 
 def drain(stream: WeightIterator) -> None:
-    """Consume the rest of a stream, which every rank must do even after an error of its own, because
-    gathering the weights is collective."""
+    """Consume the rest of a stream. Every rank must do so even after an error of its own, because gathering
+    is collective."""
     if isinstance(stream, FlatBucketIterator):
         while stream.take(sys.maxsize) is not None:
             pass
@@ -369,10 +366,10 @@ def drain(stream: WeightIterator) -> None:
 
 
 def expect_end(stream: WeightIterator) -> None:
-    """Run the stream to its end, including its code after the last weight.
+    """Run the stream to its end, including its code after the last tensor.
 
     Raises:
-        RefitError: there are weights left.
+        RefitError: tensors are left.
     """
     for name, _ in stream:
         raise RefitError(
@@ -386,8 +383,8 @@ class Stages:
 
     Attributes:
         count: number of stages.
-        runs: ``(stage, number of weights)`` of every run, in sending order; empty if stage 0 sends all
-            weights.
+        runs: ``(stage, number of tensors)`` of every run of consecutive tensors that one stage sends, in
+            sending order; empty if stage 0 sends all.
     """
 
     count: int = 1
@@ -399,10 +396,10 @@ class Stages:
 
         Args:
             manifest: manifest of all weights.
-            names: one list per stage, each in sending order.
+            names: a list of names per stage, each in sending order.
 
         Raises:
-            RefitError: a weight is sent by no stage or by two, is not in the manifest, or is out of order.
+            RefitError: a tensor is sent by no stage or by two, is not in the manifest, or is out of order.
         """
         owners: dict[str, int] = {}
         for stage, own in enumerate(names):
@@ -427,11 +424,10 @@ class Stages:
         return cls(len(names), tuple((stage, len(list(run))) for stage, run in runs))
 
     def parts(self, manifest: Manifest, budget: int) -> Iterator[tuple[int, Group]]:
-        """Yield each stage with the groups of weights that it sends, of at most ``budget`` bytes each, in
-        sending order.
+        """Yield (stage, group) for groups of at most ``budget`` bytes, in sending order.
 
         Raises:
-            RefitError: a single weight is larger than ``budget``, or the runs are those of another model.
+            RefitError: a single tensor is larger than ``budget``, or the runs are of another model.
         """
         runs = self.runs or ((0, len(manifest.tensors)),)
         total = sum(count for _, count in runs)

@@ -1,11 +1,11 @@
-"""Strided plans: the layout of weights in a transfer buffer, and the few copies that fill it.
+"""Layout of weight tensors in a transfer buffer, and the strided copies that fill it.
 
-The weights of a group are stored in sending order, each at a multiple of ``ALIGNMENT`` bytes; the gaps
-between them are undefined. If an iterator provides flat tensors that contain the weights (``FlatBucket``), a
-refit on a CPU has no time for one call per weight: strided copies are planned once. Weights that are adjacent
-on both sides become one copy, and copies of one form at equal distances (the groups of query heads, the
-ranks, the experts of a layer) become a single copy with one more dimension, so that there are few copies
-however many tensors there are.
+The tensors of a group are stored in sending order, each at a multiple of ``ALIGNMENT`` bytes; gaps between
+them are undefined. On a CPU one call per tensor takes too long for a refit. If an iterator provides flat
+tensors that contain the weights (``FlatBucket``), strided copies are planned once: tensors that are adjacent
+on both sides are copied together, and copies of one form at equal distances (groups of query heads, ranks,
+experts of a layer) become one copy with one more dimension. There are then few copies for any number of
+tensors.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from itertools import accumulate, chain, repeat
 
 import torch
 
-# This is the alignment that CUDA kernels require, which is more than any dtype requires.
+# CUDA kernels require this alignment; no dtype needs more.
 ALIGNMENT = 256
-# Take weights from a stream in batches of this many bytes, so that gathered ones are not kept for long.
+# Batch size for tensors taken from a stream, so that gathered ones are not kept for long.
 STAGED_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One weight: its Hugging Face name, its full shape and the dtype in which it is sent."""
+    """Hugging Face name, shape, and dtype of a weight tensor as it is sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
-        """Return the info that describes this weight."""
+        """Return the description of a tensor."""
         return cls(name, tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -50,13 +50,13 @@ class TensorInfo:
 
 @functools.cache
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements, one per dimension."""
-    # Ask torch for the strides, because as_strided compares with its convention for sizes 0 and 1.
+    """Return the strides of a contiguous tensor in elements."""
+    # Ask torch, because as_strided compares with its convention for sizes 0 and 1.
     return torch.empty(shape, device="meta").stride()
 
 
 def padded_bytes(nbytes: int) -> int:
-    """Return the bytes that a weight of ``nbytes`` takes in a buffer."""
+    """Return the bytes that a tensor of ``nbytes`` takes in a buffer."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -67,12 +67,12 @@ def begins_in_buffer(tensors: Iterable[TensorInfo]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class BufferRegion:
-    """Contiguous region of a flat tensor in which a weight is stored.
+    """The region of a flat tensor that contains a weight tensor.
 
     Attributes:
-        name, shape: of the weight.
+        name, shape: name and shape of the weight tensor.
         flat: index of the flat tensor.
-        begin: the weight's first element in the flat tensor.
+        begin: index of the weight's first element in the flat tensor.
     """
 
     name: str
@@ -81,21 +81,21 @@ class BufferRegion:
     begin: int
 
     def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the weight as a view of the flat tensors."""
+        """Return the weight tensor as a view of its flat tensor."""
         flat = flats[self.flat]
-        # Use as_strided instead of narrow and view: it takes one call per weight, and handles flats that are
-        # views with a storage offset.
+        # as_strided is one call instead of two (narrow, view), and handles flat tensors with a storage
+        # offset.
         return flat.as_strided(self.shape, strides_of(self.shape), flat.storage_offset() + self.begin)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBucket:
-    """Consecutive weights of a stream, stored in flat tensors.
+    """Consecutive weight tensors of a stream, stored in flat tensors.
 
     Attributes:
-        places: regions of these weights and others; the same object at every refit.
-        first, count: index of the first region of these weights, and their number.
-        flats: tensors of one dtype without gaps.
+        places: regions of these and other weight tensors; the same object at every refit.
+        first, count: index in ``places`` of the first of these weights, and their number.
+        flats: contiguous flat tensors of one dtype.
     """
 
     places: Sequence[BufferRegion]
@@ -105,34 +105,34 @@ class FlatBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of all the weights."""
+        """Dtype of all the weight tensors."""
         return self.flats[0].dtype
 
     def infos(self) -> list[TensorInfo]:
-        """Return the infos that describe the weights."""
+        """Return descriptions of the weight tensors."""
         return [TensorInfo(place.name, place.shape, self.dtype) for place in self.chosen()]
 
     def chosen(self) -> Sequence[BufferRegion]:
-        """Return the regions of these weights."""
+        """Return the regions of these weight tensors."""
         return self.places[self.first : self.first + self.count]
 
 
 class FlatBucketIterator(Iterator[tuple[str, torch.Tensor]]):
-    """Iterator over names and weights, one by one or many at once."""
+    """Iterator over names and weight tensors, which can also return many at once (``take``)."""
 
     @abstractmethod
     def take(self, most: int) -> FlatBucket | None:
-        """Return the next weights, at least one and at most ``most``; None after the last one. The flat
+        """Return the next weight tensors, at least one and at most ``most``; None at the end. The flat
         tensors are valid until the next call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of elements from one flat tensor to another.
+    """A strided copy of elements from one flat tensor to another.
 
     Attributes:
-        source, target: position of the first element in the source and in the target.
-        sizes: sizes of the dimensions that are copied.
+        source, target: index of the first element in the source and in the target.
+        sizes: sizes of the copied dimensions.
         source_strides, target_strides: strides in elements, one per dimension.
     """
 
@@ -153,7 +153,7 @@ class Copy:
         return self.sizes, self.source_strides, self.target_strides
 
     def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run the copy between two tensors without gaps, of any shape."""
+        """Execute the copy between two contiguous tensors of any shape."""
         there = source.as_strided(self.sizes, self.source_strides, source.storage_offset() + self.source)
         target.as_strided(self.sizes, self.target_strides, target.storage_offset() + self.target).copy_(there)
 
@@ -173,13 +173,13 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def _at_equal_distances(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """Yield copies of one form, in which runs of copies at evenly rising positions are merged into one."""
+    """Merge runs of copies at evenly increasing positions; all given copies have one form."""
     first = 0
     while first < len(copies):
         begin, last = copies[first], first
         step = _distance(begin, copies[first + 1]) if first + 1 < len(copies) else (0, 0)
-        # Both distances must be positive: as_strided accepts no negative strides, and 0 would write one
-        # element twice.
+        # Both distances must be positive: as_strided accepts no negative strides, and 0 would write elements
+        # twice.
         while min(step) > 0 and last + 1 < len(copies) and _distance(copies[last], copies[last + 1]) == step:
             last += 1
         sizes = (last - first + 1, *begin.sizes)
@@ -202,8 +202,8 @@ class CopyPlan:
     """The copies that write the weights of a flat bucket into a transfer buffer.
 
     Args:
-        bucket: contains the weights; the plan also fits other buckets with the same layout.
-        begins: first byte of each weight in the buffer, rising.
+        bucket: contains the weights; the plan can be used for other buckets with the same layout.
+        begins: first byte of each weight tensor in the buffer, increasing.
     """
 
     def __init__(self, bucket: FlatBucket, begins: Sequence[int]) -> None:
@@ -218,7 +218,7 @@ class CopyPlan:
                 target,
             ):
                 copies[-1] = Copy.run_of(last.sizes[0] + count, last.source, last.target)
-            # A weight without elements has a region, but nothing to copy.
+            # An empty tensor has a region, but nothing to copy.
             elif count:
                 copies.append(Copy.run_of(count, source, target))
         self.copies: list[tuple[int, Copy]] = []
@@ -226,15 +226,15 @@ class CopyPlan:
             self.copies += zip(repeat(flat), merged(copies))
 
     def serves(self, bucket: FlatBucket) -> bool:
-        """Return whether a flat bucket has the layout for which this plan was built."""
+        """Return whether a flat bucket has the layout that this plan was built for."""
         places, *others = self._alike
         # Compare by identity: the iterator returns the same object at every refit, and comparing thousands of
-        # regions would take longer than copying them.
+        # regions would take longer than copying.
         return bucket.places is places and [bucket.first, bucket.count, bucket.dtype] == others
 
     @torch.no_grad()
     def run(self, bucket: FlatBucket, buffer: torch.Tensor) -> None:
-        """Copy the weights into ``buffer``, uint8."""
+        """Copy the weights into ``buffer`` (uint8)."""
         target = buffer.view(bucket.dtype)
         for flat, copy in self.copies:
             copy.run(bucket.flats[flat], target)
@@ -242,17 +242,17 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Consecutive weights that are sent together.
+    """Consecutive weight tensors that are sent together.
 
     Attributes:
-        first: index of the first weight in the manifest.
-        tensors: the weights.
-        begins: first byte of each weight in a buffer, followed by the bytes of all.
-        gaps: bytes of padding after each weight.
-        batches: first weight and end of each batch in which weights that arrive one by one are copied, as
-            indices within the group; each batch has one dtype.
-        plans: copy plans of flat buckets, by the manifest's index of the first weight; built when the buckets
-            arrive.
+        first: index of the first tensor in the manifest.
+        tensors: the weight tensors.
+        begins: first byte of each tensor in a buffer, followed by the total bytes.
+        gaps: bytes of padding after each tensor.
+        batches: (start, end) of each batch in which tensors that arrive one by one are copied, as indices
+            within the group; each batch has one dtype.
+        plans: copy plans of flat buckets, by the manifest index of the bucket's first tensor; built when a
+            bucket arrives.
     """
 
     first: int
@@ -264,22 +264,22 @@ class Group:
 
     @property
     def count(self) -> int:
-        """Number of weights."""
+        """Number of weight tensors."""
         return len(self.tensors)
 
     @property
     def names(self) -> list[str]:
-        """Names of the weights."""
+        """Names of the weight tensors."""
         return [info.name for info in self.tensors]
 
     @property
     def stop(self) -> int:
-        """Index after the last weight."""
+        """Manifest index after the last tensor."""
         return self.first + len(self.tensors)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer, padding included."""
+        """Bytes in a buffer, padding included."""
         return self.begins[-1]
 
     @classmethod
@@ -302,7 +302,7 @@ class Group:
         flats = dict(zip(dtypes, map(buffer.view, dtypes), strict=True))
         views = []
         for info, begin in zip(self.tensors, self.begins, strict=False):
-            # The division is exact, because ALIGNMENT is a multiple of every item size.
+            # The division is exact: ALIGNMENT is a multiple of every item size.
             offset = (buffer.storage_offset() + begin) // info.dtype.itemsize
             views.append(
                 (info.name, flats[info.dtype].as_strided(info.shape, strides_of(info.shape), offset))
@@ -311,23 +311,24 @@ class Group:
 
     @torch.no_grad()
     def fill(self, buffer: torch.Tensor, begin: int, end: int, weights: Sequence[torch.Tensor]) -> None:
-        """Copy a batch of weights that arrived one by one into a buffer.
+        """Copy a batch of tensors that arrived one by one into a buffer.
 
-        ``torch.cat`` copies thousands of small weights twice as fast as ``torch._foreach_copy_`` on a CPU.
+        On a CPU ``torch.cat`` copies thousands of small tensors twice as fast as ``torch._foreach_copy_``.
 
         Args:
             buffer: uint8, at least as long as the group.
             begin, end: one of ``batches``.
-            weights: weights with the announced shapes and dtypes, which must be checked before: with other
+            weights: tensors with the announced shapes and dtypes. The caller must check these: with other
                 shapes ``torch.cat`` would write past the end, with no more than a warning.
         """
         if buffer.is_cuda:
-            # A backend that offloads may have the weights in host memory, which torch.cat cannot read.
+            # An offloading backend may yield tensors in host memory, which torch.cat cannot mix with device
+            # memory.
             weights = [weight.to(buffer.device, non_blocking=True) for weight in weights]
-        # Avoid Python code per weight, of which there may be tens of thousands.
+        # Keep the Python work per tensor minimal: there may be tens of thousands.
         flat = [weight if weight.dim() == 1 else weight.flatten() for weight in weights]
         dtype, gaps = weights[0].dtype, self.gaps[begin:end]
-        # Make one tensor for all gaps of a size, because torch.cat accepts the same tensor repeatedly.
+        # One tensor of zeros per gap size suffices, because torch.cat accepts a tensor repeatedly.
         zeros = {
             gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)
         }
@@ -335,19 +336,19 @@ class Group:
         torch.cat([*parts], out=buffer[self.begins[begin] : self.begins[end]].view(dtype))
 
 
-# Limit the chunk, so that int64 copies of int32 words take 32 MiB at a time, and not twice the buffer.
+# Chunk size that limits the int64 copies of int32 words to 32 MiB at a time, instead of twice the buffer.
 _CHUNK = 1 << 22
-# The factor is odd, so that multiplication by it loses nothing modulo 2^64 (Knuth's multiplicative hashing,
-# the 64-bit constant of the golden ratio).
+# An odd factor, so that multiplication modulo 2^64 is invertible (Knuth's multiplicative hashing, the 64-bit
+# constant of the golden ratio).
 _FACTOR = -7046029254386353131
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Return the sum over int32 words of (word times an odd number that depends on its position), modulo
-    2^64, as a signed number.
+    """Return the sum over int32 words of word times an odd, position-dependent factor, modulo 2^64, as a
+    signed number.
 
     Args:
-        data: uint8, a multiple of 4 long, on any device.
+        data: uint8, length a multiple of 4, on any device.
     """
     words = data.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
@@ -355,7 +356,7 @@ def checksum(data: torch.Tensor) -> int:
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
         weights = (places[: part.numel()] + start).mul_(2).add_(1).mul_(_FACTOR)
-        # Shift, because otherwise the factors would rise evenly from word to word, and changes that balance
-        # along the buffer (+1, -2, +1) would be missed.
+        # Without the shift the factors would increase evenly, and changes that balance along the buffer (+1,
+        # -2, +1) would be missed.
         total += (part * (weights ^ (weights >> 29) | 1)).sum()
     return int(total)

@@ -1,14 +1,12 @@
-"""Rendezvous of the ranks between which weights are sent: a connection of each rank with the policy's first
-rank.
+"""Rendezvous of the ranks that exchange weights: each rank has a connection to the policy's rank 0.
 
-Over this connection a rank identifies itself and receives the first rank's verdict. So a wrong world size, a
-rank that joins twice or another model is an error on every side within the deadline, and not a collective
-that waits indefinitely. At the end of a refit, the ranks exchange their errors over it.
+Over it a rank identifies itself and receives rank 0's decision. A wrong world size, a rank that joins twice,
+or another model is then an error on every side within the deadline, instead of a collective that hangs. At
+the end of a refit, ranks exchange their errors over it.
 
-The connection ends with the process on its other side, and so reveals that the process is gone. gloo does not
-reveal it in every case: an operation whose peer dies during the transfer waits until its own timeout, on
-either side, and neither ``abort`` nor the peer's closed connection ends it (torch 2.13). The first rank
-detects every rank that is gone, and leaves then, which all other ranks detect.
+The connection also reveals that a process is gone. gloo does not always do so: an operation whose peer dies
+during a transfer waits for its own timeout, on either side, and neither ``abort`` nor the peer's closed
+connection ends it (torch 2.13). Rank 0 detects every lost rank and then leaves, which all other ranks detect.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0
 _HELLO_SECONDS = 5.0
 _OTHER_RUN = "start both sides from one driver, which gives them its secret (MEGARL_RUN_SECRET)"
-# Increment this with any change of the messages, because driver, policy and engines may be installed
-# separately.
+# Increment this with any change of the messages, because driver, policy and engines may run different
+# versions.
 _PROTOCOL = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Numbers of all members: the policy's first rank, the ranks of the engines, and after them the senders
-    of later stages.
+    """Numbering of the members: 0 is the policy's rank 0, then come the engine ranks, then the senders of
+    later pipeline stages.
 
     Attributes:
-        world_size: number of the engines' ranks, plus one.
-        stages: pipeline stages of the policy; each has one sender.
+        world_size: number of engine ranks, plus one.
+        stages: number of the policy's pipeline stages; each has one sender.
     """
 
     world_size: int
@@ -58,7 +56,8 @@ class Members:
         return self.world_size + self.stages - 1
 
     def number(self, rank: int, stage: int) -> int:
-        """Return the number of rank ``rank`` (0 for a sender), or of the sender of a later stage."""
+        """Return the member number of an engine rank (``stage`` 0), or of the sender of a later stage. The
+        sender of stage 0 has rank 0."""
         return self.world_size - 1 + stage if stage else rank
 
     def name(self, number: int) -> str:
@@ -68,17 +67,16 @@ class Members:
         )
 
     def objection(self, said: dict[str, Any], own: dict[str, Any], here: Container[int]) -> str:
-        """Return why a rank that connected cannot be accepted; empty if it can.
+        """Return why a connecting rank is rejected; empty if it is accepted.
 
         Args:
-            said: the rank's hello.
+            said: the rank's hello message.
             own: values that must be equal on both sides.
             here: numbers of the members that have already joined.
         """
         rank, stage = said["rank"], said["stage"]
         name = f"pipeline stage {stage}" if stage else f"rank {rank}"
-        # Compare these first: if both sides differ in size or model, every later objection would be a
-        # consequence.
+        # Compare these first: if size or model differs, later objections would only be consequences.
         wrong = [
             f"{key} {said.get(key)!r} instead of {value!r}"
             for key, value in own.items()
@@ -114,20 +112,21 @@ class Members:
 
 
 class Rendezvous:
-    """The connections of the policy's first rank with all others, or the connection of another rank with it.
+    """On the policy's rank 0, the connections to all other ranks; on any other rank, its connection to rank
+    0.
 
     Args:
-        ip, port: address where the policy's first rank listens, and the only one.
-        keeps: this is the policy's first rank.
+        ip, port: address at which rank 0 listens.
+        keeps: this is the policy's rank 0.
         seconds: timeout until all members have joined.
 
     Attributes:
         address: ``ip:port``, for messages.
         members: the members, once all have joined.
-        store: store at the same address, with which the members create process groups.
+        store: torch store at the same IP address, with which the members create process groups.
 
     Raises:
-        RefitError: the port is not available, or nobody listens there.
+        RefitError: the port cannot be bound, or nobody listens there.
     """
 
     members: Members
@@ -158,41 +157,39 @@ class Rendezvous:
             except ConnectionRefusedError:
                 if time.monotonic() > self._ends:
                     raise
-                # The policy may start later.
+                # Retry, because the policy may start later.
                 time.sleep(0.05)
 
     def left(self) -> float:
-        """Return the seconds until the deadline."""
+        """Return the seconds until the deadline, at least 0.1."""
         return max(0.1, self._ends - time.monotonic())
 
     def introduce(self, own: dict[str, Any], rank: int, stage: int, buffer_bytes: int) -> dict[str, Any]:
-        """Identify this rank, which is not the policy's first, and return the verdict.
+        """Identify this rank to the policy's rank 0 and return its decision.
 
         Args:
             own: values that must be equal on both sides.
-            rank: rank of an engine; 0 for a sender.
+            rank: engine rank; 0 for a sender.
             stage: pipeline stage of a sender.
             buffer_bytes: bytes that a sender has for a transfer buffer.
 
         Raises:
-            RefitError: no verdict arrives in time, or it is a refusal.
+            RefitError: no decision arrived in time, or rank 0 rejected this rank or another.
         """
         line, challenge = self._lines[0], secrets.token_hex(16)
-        # Prove the exact text that was sent, because JSON encoded again elsewhere may differ in order or
-        # spaces.
+        # The proof covers the exact text, because re-encoded JSON may differ in order or spaces.
         hello = json.dumps(
             {"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes}
         )
         try:
-            # The nonce belongs to this connection only, so that a proof from another connection is useless
-            # here.
+            # The nonce belongs to this connection, so a proof from another connection is useless here.
             nonce = str(line.hear(self.left())["nonce"])
             line.say(
                 {"hello": hello, "challenge": challenge, "proof": proof("hello", nonce, challenge, hello)}
             )
             said = line.hear(self.left())
             verdict: dict[str, Any] = json.loads(said["verdict"])
-            # Believe a refusal without a proof: a process that can send one can keep this rank out anyway.
+            # Accept a rejection without proof: a process that can send one can keep this rank out anyway.
             if not verdict["error"] and not proves(
                 said["proof"], "verdict", nonce, challenge, said["verdict"]
             ):
@@ -209,17 +206,20 @@ class Rendezvous:
         return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
     def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
-        """Admit the expected members as they connect to the policy's first rank, reject every other
-        connection, and send the result to all.
+        """On the policy's rank 0, accept the expected members as they connect, reject other connections, and
+        send the decision to all.
 
         Args:
             own: values that must be equal on both sides.
             members: the members that must join.
-            terms: further settings in the result; its ``buffer_bytes`` becomes the minimum over the sending
-                ranks.
+            terms: further settings in the decision; its ``buffer_bytes`` becomes the minimum over the
+                senders.
+
+        Returns:
+            The decision, as every member receives it.
 
         Raises:
-            RefitError: a rank is missing, joined twice, or expects something else.
+            RefitError: a rank is missing, joined twice, or has other parameters.
         """
         own, verdict = (
             {"protocol": _PROTOCOL, **own},
@@ -241,7 +241,7 @@ class Rendezvous:
                 line.say({"nonce": nonce})
                 said, challenge = _proven(line.hear(_HELLO_SECONDS), nonce)
             except (OSError, ValueError):
-                # Another program has connected.
+                # A program that is not megarl has connected.
                 line.close()
                 continue
             came.append((line, nonce, challenge))
@@ -255,19 +255,19 @@ class Rendezvous:
                 if said["stage"]:
                     verdict["buffer_bytes"] = min(verdict["buffer_bytes"], said["buffer_bytes"])
             elif not verdict["error"]:
-                # From now on wait only a few seconds, for the policy's own ranks, which are still coming and
-                # must receive the reason.
+                # From now on wait only a few seconds, for policy ranks that are still connecting and must
+                # receive the reason.
                 verdict["error"], self._ends = error, time.monotonic() + HEARD_SECONDS
             if verdict["error"]:
                 missing.difference_update(range(members.world_size))
         if not verdict["error"]:
-            # Bind the port here and pass its descriptor on, so that no other program can take the port in
+            # Bind the port here and pass on its descriptor, so that no other program can take the port in
             # between.
             with listening_socket(self._ip, 0) as listener:
                 verdict["store"] = listener.getsockname()[1]
                 self.store = self._store(verdict["store"], listener.detach())
         text = json.dumps(verdict)
-        # Send the verdict to refused members too, so that they do not wait for their deadline.
+        # Send the decision to rejected members too, so that they do not wait for their deadline.
         for line, nonce, challenge in came:
             with contextlib.suppress(OSError):
                 line.say({"verdict": text, "proof": proof("verdict", nonce, challenge, text)})
@@ -275,16 +275,18 @@ class Rendezvous:
         return self._accepted(verdict, members)
 
     def _accept(self) -> Line | None:
-        """Return the next connection, or None after the deadline."""
+        """Return the next connection, or None at the deadline."""
         self._server.settimeout(max(0.01, self._ends - time.monotonic()))
         with contextlib.suppress(TimeoutError):
             return Line(self._server.accept()[0])
         return None
 
     def _store(self, port: int, listener: int | None = None) -> Any:
-        """Return a store on the open port ``listener``, which the store closes later, or without a listener
-        the store of the policy's first rank. A store that opened its port itself would be reachable by
-        everyone who reaches this host."""
+        """Return a store that serves the bound port ``listener`` (which it closes later), or without
+        ``listener`` a client of rank 0's store.
+
+        A store that binds its port itself would listen on all interfaces of this host.
+        """
         left = datetime.timedelta(seconds=self.left())
         return dist.TCPStore(
             self._ip,
@@ -303,19 +305,19 @@ class Rendezvous:
         return verdict
 
     def lost(self) -> list[int]:
-        """Return the numbers of the members that are gone, among those that have a connection with this
-        rank."""
+        """Return the numbers of the members whose connection to this rank has ended."""
         return sorted(number for number, line in self._lines.items() if line.is_gone())
 
     def agree(self, refusal: str, seconds: float) -> dict[int, str]:
-        """Exchange refusals between all ranks; return the text of each rank that refused, by number.
+        """Exchange failure messages between all ranks; return the messages of the ranks that failed, by
+        member number.
 
         Args:
-            refusal: this rank's refusal; empty for none.
+            refusal: this rank's failure; empty for none.
             seconds: timeout for the other ranks.
 
         Raises:
-            RefitError: a rank is gone, or does not respond; the policy names these ranks.
+            RefitError: a rank is gone or does not respond; on the policy the message names it.
         """
         ends, absent = time.monotonic() + seconds, f"the policy at {self.address} or another engine"
         try:
@@ -323,7 +325,7 @@ class Rendezvous:
                 self._lines[0].say(refusal)
                 return {int(number): str(text) for number, text in self._lines[0].hear(seconds)}
             said = {0: refusal}
-            # Receive in order of arrival: in order of rank, one slow rank would hide that another is gone.
+            # Receive in order of arrival: in rank order, a slow rank would hide that another is gone.
             while waiting := [number for number in self._lines if number not in said]:
                 absent = self.members.names(waiting)
                 if not can_be_read(
@@ -334,8 +336,8 @@ class Rendezvous:
                     absent = self.members.names([number])
                     for message in self._lines[number].pending():
                         said[number] = str(message)
-            # Check again after all have answered: a rank that agreed and then died would lack the version
-            # that is served.
+            # Check again after all have replied: a rank that agreed and then died would lack the version that
+            # the others serve.
             if lost := self.lost():
                 absent = self.members.names(lost)
                 raise ConnectionError("it disconnected")
@@ -348,7 +350,7 @@ class Rendezvous:
             raise RefitError(f"the refit ended without {absent}: {error}") from error
 
     def close(self) -> None:
-        """Close the connections and the store; the first rank's close ends the rendezvous for all."""
+        """Close the connections and the store. If rank 0 closes, the rendezvous ends for all."""
         for line in self._lines.values():
             line.close()
         self._lines = {}
@@ -358,8 +360,8 @@ class Rendezvous:
 
 
 def _proven(came: Any, nonce: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a hello, or None if it does not belong to this run, and the challenge with which its verdict
-    must be proven."""
+    """Return a rank's hello message (None if it does not prove that it belongs to this run) and its
+    challenge, which the reply must prove."""
     try:
         hello, challenge = str(came["hello"]), str(came["challenge"])
         said: dict[str, Any] = json.loads(hello)

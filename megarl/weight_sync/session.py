@@ -1,11 +1,11 @@
-"""Colocated refits: the policy's ranks gather weights and write them into IPC buffers; the engine finds these
-by handle and checks the weights.
+"""Colocated refits: policy ranks gather weights and write them to IPC buffers, from which engine ranks read
+them.
 
-The sender is one rank's part; the receiver knows which version of the weights is complete. Each rank of the
-policy hands its groups directly to the engine's ranks that share its device: for a refit the driver makes one
-call to the policy's ranks and one to the engines', and everything else goes through a mailbox. Alternatively
-the driver carries the handle of each group. All ranks of the policy iterate over all weights, even if one of
-them fails, because gathering the weights is collective.
+``WeightSender`` runs on each policy rank; ``WeightReceiver`` runs on each engine rank, checks the data and
+tracks which version of the weights is complete. A policy rank passes groups of weights directly to the engine
+ranks on its device: per refit the driver makes one call to the policy and one to the engine, and everything
+else goes through a mailbox. Alternatively the driver passes on the handle of each group. All policy ranks
+iterate over all weights, even if one fails, because gathering them is collective.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from megarl.weight_sync.slices import Slices
 
 # Seconds that the policy waits for an engine rank to read a group.
 POLICY_PATIENCE = 300.0
-# Seconds that an engine rank waits for the policy's next group. It is longer, because meanwhile the policy
-# waits for the slowest of all engine ranks.
+# Seconds that an engine rank waits for the policy's next group; longer, because meanwhile the policy may be
+# waiting for the slowest engine rank.
 ENGINE_PATIENCE = 2 * POLICY_PATIENCE
-# The session number of refits whose handles pass through the driver.
+# Session id of refits whose handles go through the driver.
 _CARRIED = -2
-# Bytes of a slot if the configuration sets no size. On a GPU with little free memory a slot is smaller.
+# Default bytes of a slot. On a GPU with little free memory a slot is smaller.
 DEFAULT_SLOT_BYTES = GIB // 2
 FREE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class SlicesHere:
-    """The slices that a policy's rank sends, if some weights are sent as slices.
+    """The slices that a policy rank sends, if some weights are sent as slices.
 
     Attributes:
-        manifest: manifest for the engine rank that reads from this rank.
-        engine_rank: number of that rank in its engine.
-        publishes: on a CPU this rank fills a buffer for the engines' ranks of that number on its host; on a
-            GPU every rank does.
+        manifest: manifest for the engine rank that reads from this policy rank.
+        engine_rank: index of that rank in its engine.
+        publishes: on a CPU, True if this rank fills the buffer for engine ranks of that index on its host; on
+            a GPU every rank does.
     """
 
     manifest: Manifest
@@ -65,21 +65,21 @@ class SlicesHere:
 
 
 class WeightSender:
-    """Sender that writes the weights of a model into an ``IpcBuffer``, group after group.
+    """Writes the weights of a model to an ``IpcBuffer``, group by group.
 
-    All ranks must make the same calls, because gathering is collective. On a GPU every rank fills its own IPC
-    buffer, for the engine's rank on the same device; on a CPU the first rank of each host does.
+    All ranks must make the same calls, because gathering is collective. On a GPU every rank fills an IPC
+    buffer for the engine rank on its device; on a CPU the first rank of each host fills one.
 
     Args:
         stream: returns an iterator over all Hugging Face names and full tensors, in the same order on all
             ranks and in every call.
         runtime: device of this process.
-        buffer_gib: GiB that a refit may take: the IPC buffer's slots, the weights gathered for them, and on a
-            CPU lists of the slots' content. None takes half a GiB per slot, and more if the largest weight
-            needs it.
-        gathered_bytes: bytes that ``stream`` takes.
+        buffer_gib: GiB that a refit may use for the slots of the IPC buffer, the weights gathered for them,
+            and on a CPU lists of the slots' content. None means half a GiB per slot, or more if the largest
+            tensor needs it.
+        gathered_bytes: bytes that ``stream`` uses.
         with_checksum: send a checksum with every group.
-        slices: if the stream returns slices of some weights, these slices and their reader.
+        slices: the slices that ``stream`` yields, and their reader; None for full weights.
     """
 
     def __init__(
@@ -110,22 +110,20 @@ class WeightSender:
 
     @property
     def knows_manifest(self) -> bool:
-        """True if the manifest is already known, so that ``manifest`` needs neither the weights nor the other
-        ranks."""
+        """True if ``manifest`` no longer needs the weights or the other ranks."""
         return self._manifest is not None
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of every refit. The first call is a collective, which iterates over all weights once.
+        """Manifest of every refit. The first access is collective and iterates over all weights.
 
         Raises:
-            RefitError: the ranks do not see the same weights.
+            RefitError: the ranks have different weights.
         """
         if self._manifest is None:
             manifest = Manifest.of(self._stream())
             everybody: list[Any] = [None] * dist.get_world_size()
-            # Gather a digest of 64 characters instead of the lists, which take megabytes per rank for a large
-            # model.
+            # Gather digests of 64 characters: the lists would take megabytes per rank for a large model.
             dist.all_gather_object(everybody, (manifest.digest, host_identity()))
             digests, hosts = zip(*everybody, strict=True)
             other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -140,13 +138,16 @@ class WeightSender:
         return self._manifest
 
     def begin(self, version: int) -> int:
-        """Begin a refit; an unfinished refit is given up.
+        """Begin a refit. An unfinished refit is aborted.
 
         Args:
-            version: version of the present weights.
+            version: version of the current weights.
 
         Returns:
             The maximum bytes of a group.
+
+        Raises:
+            RefitError: a tensor is larger than a slot.
         """
         budget = self.slot_bytes()
         if self._buffer_gib is not None and self.manifest.largest[1] > budget:
@@ -158,7 +159,7 @@ class WeightSender:
         return budget
 
     def slot_bytes(self) -> int:
-        """Return the bytes of a slot of the transfer buffer."""
+        """Return the bytes of a slot of the IPC buffer."""
         if self._ipc_buffer is not None:
             return self._ipc_buffer.slot_bytes
         if self._buffer_gib is not None:
@@ -174,7 +175,7 @@ class WeightSender:
         return max(min(wanted, total), largest)
 
     def send(self, names: Sequence[str]) -> dict[str, Any]:
-        """Send the next group, given its weights' names; see ``send_part``.
+        """Send the next group, given the names of its tensors; see ``send_part``.
 
         Raises:
             RefitError: the names are not consecutive in sending order.
@@ -187,16 +188,16 @@ class WeightSender:
         """Gather the next group of weights and publish it.
 
         Args:
-            first: index of the group's first weight in sending order.
-            count: number of the group's weights.
+            first: index of the group's first tensor in sending order.
+            count: number of tensors in the group.
 
         Returns:
             ``{device: payload}`` of plain types; empty on a rank that publishes nothing.
 
         Raises:
-            StateError: no refit was begun, or these weights are not the next ones.
-            RefitError: the weights do not match the manifest, there is no memory, or the previous group in
-                the slot was not acknowledged.
+            StateError: no refit is in progress, or these are not the next weights.
+            RefitError: the weights do not match the manifest, memory is insufficient, or readers have not
+                acknowledged the previous group in the slot.
         """
         self._require_open()
         total = len(self.manifest.tensors)
@@ -205,8 +206,8 @@ class WeightSender:
                 f"{count} weights from weight {first} on were requested, but there are {total}; "
                 "take the groups of prepare_weights_for_ipc()"
             )
-        # Accept groups only in order and once: a stream cannot go back, and a skipped group would keep the
-        # old version of its weights.
+        # Accept groups only in order, each once: a stream cannot go back, and skipped weights would keep
+        # their old version.
         if first != self._next:
             raise StateError(
                 f"{self.manifest.tensors[first].name} is weight {first} of the sending order, but "
@@ -236,7 +237,7 @@ class WeightSender:
                 box.wait_until_read(index + 1 - SLOTS, patience)
                 buffer = self._claim(index % SLOTS, group)
         except RefitError as error:
-            # Pack the group despite this error, because the other ranks gather it too.
+            # Gather the group despite this error, because the other ranks gather it too.
             failure = error
         pack(self._open, self.manifest, group, buffer)
         if failure is not None:
@@ -261,8 +262,8 @@ class WeightSender:
         }
 
     def mailbox(self) -> dict[str, Any]:
-        """Return ``{device: handle}`` of this rank's mailbox, which is created once; empty on a rank that
-        publishes nothing. The first call is collective."""
+        """Return ``{device: handle}`` of this rank's mailbox, created on the first call, which is collective.
+        Empty on a rank that publishes nothing."""
         _ = self.manifest
         if not self._publishes:
             return {}
@@ -273,20 +274,20 @@ class WeightSender:
     def hand_over(
         self, session: int, ticket: int, *, most: int | None = None, patience: float = POLICY_PATIENCE
     ) -> None:
-        """Give the weights of the present refit to the engine's ranks that share this rank's device, group
-        after group, and wait until all have read them.
+        """Pass all weights of the current refit to the engine ranks on this rank's device, group by group,
+        and wait until they have read them.
 
-        All ranks iterate over all weights, even if one of them fails. An engine rank that reports that it
-        cannot read the weights is not waited for.
+        All policy ranks iterate over all weights, even if one fails. An engine rank that reports a failure is
+        not waited for.
 
         Args:
-            session, ticket: numbers of the engines and of the refit.
-            most: maximum bytes of a group, equal on all ranks; by default the bytes of a slot.
-            patience: timeout for an engine rank to read a group, in seconds.
+            session, ticket: ids of the set of engines and of the refit.
+            most: maximum bytes of a group, equal on all ranks; None for the bytes of a slot.
+            patience: seconds to wait for an engine rank to read a group.
 
         Raises:
-            RefitError: the weights do not match the manifest, there is no memory, or an engine rank does not
-                read.
+            RefitError: the weights do not match the manifest, memory is insufficient, or an engine rank does
+                not read.
         """
         self._require_open()
         stream = self._open
@@ -302,15 +303,16 @@ class WeightSender:
         except BaseException as error:
             self.refuse(session, ticket, error)
             self._open = None
-            # Do not drain after KeyboardInterrupt and the like, because the process is about to end.
+            # Not after KeyboardInterrupt and the like, because the process is about to end.
             if isinstance(error, Exception):
-                # Drain, because the other ranks gather the rest too. Of two failures the first one is raised.
+                # The other ranks gather the remaining weights too. If draining also fails, the first error is
+                # raised.
                 with contextlib.suppress(Exception):
                     drain(stream)
             raise
 
     def _opened_mailbox(self, session: int, ticket: int) -> Mailbox | None:
-        """Open the mailbox for the refit and return it; None if there is no mailbox or no reader."""
+        """Open the mailbox for the refit and return it; None without a mailbox or readers."""
         box = self._mailbox
         if box is None:
             return None
@@ -320,8 +322,8 @@ class WeightSender:
         return None
 
     def refuse(self, session: int, ticket: int, error: BaseException) -> None:
-        """Tell the engine's ranks that share this rank's device that a refit, even one that was not begun,
-        sends no more weights, and why."""
+        """Tell the engine ranks on this rank's device that a refit is aborted, and why. The refit need not
+        have begun."""
         if self._mailbox is not None:
             self._mailbox.give_up(session, ticket, f"{type(error).__name__}: {error}")
 
@@ -331,19 +333,20 @@ class WeightSender:
 
     def _claim(self, slot: int, group: Group) -> torch.Tensor:
         if self._ipc_buffer is None or group.nbytes > self._ipc_buffer.slot_bytes:
-            # The first buffer has the configured size, a later one the size of the weight that did not fit.
+            # The first buffer has the configured size; a later one is as large as the tensor that did not
+            # fit.
             size = max(group.nbytes, self.slot_bytes() if self._ipc_buffer is None else 0)
             self._let_go()
             self._ipc_buffer = IpcBuffer.create(size, self._runtime.device)
-        # Change the mark before the first byte: a reader with the old handle then sees that the slot no
-        # longer holds its group.
+        # Clear the mark before writing: a reader with the old handle then sees that the slot no longer
+        # contains its group.
         self._ipc_buffer.marks[slot] = -1
         return self._ipc_buffer.slot(slot)
 
     def give_up(self) -> None:
-        """End the present refit, if there is one."""
+        """Abort the current refit, if there is one."""
         stream, self._open = self._open, None
-        # Call a generator's own close, which runs its finally block, where gathered buckets are freed.
+        # Close a generator explicitly: its finally block frees gathered buckets.
         close = getattr(stream, "close", None)
         if close is not None:
             close()
@@ -363,16 +366,16 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Reader of the weights that a ``WeightSender`` publishes.
+    """Reads the weights that a ``WeightSender`` publishes.
 
     Args:
-        manifest: from the policy's refit info.
-        device: device on which this rank of the engine computes; ``torch.device("cuda")`` is the current one.
+        manifest: manifest from the policy's refit info.
+        device: device of this engine rank; ``torch.device("cuda")`` means the current one.
 
     Attributes:
-        manifest: manifest of the present refit.
-        version: version of the weights if they are complete; None before the first refit, and from the first
-            to the last group of each refit.
+        manifest: manifest of the current refit.
+        version: version of the weights if they are complete; None before the first refit and during each
+            refit.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
@@ -389,24 +392,24 @@ class WeightReceiver:
         self._views: dict[tuple[str, int, int, int], list[tuple[str, torch.Tensor]]] = {}
 
     def take_slices(self, slices: Slices) -> None:
-        """Accept refits that send these weights as slices from now on, and no other slices; refits of full
-        weights are always accepted."""
+        """Accept refits that send the weights in ``slices`` as these slices. Refits of full weights are
+        always accepted."""
         self.version, self.manifest = None, self._whole.sliced(slices) if slices else self._whole
-        # Accept both, because the policy sends full weights until it has received the slices.
+        # Accept both: the policy sends full weights until it has received the slices.
         self._manifests = {one.digest: one for one in (self._whole, self.manifest)}
         self._views.clear()
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the weights of one group, given its payload, to be loaded inside the context. The weights are
-        in the policy's buffer and must not be kept or written.
+        """Yield the weights of one group, to be loaded within the context. They are views of the policy's
+        buffer and must be neither kept nor written.
 
-        Leaving the context without an error waits for the copies queued on the device, and then acknowledges
-        the group. Leaving it with an error gives up the refit: the version stays None.
+        On a normal exit the copies queued on the device are awaited and the group is acknowledged. An error
+        aborts the refit: the version stays None.
 
         Raises:
-            RefitError: the handle is stale, of another model or out of order, or the bytes differ from those
-                that were sent.
+            RefitError: the handle is stale, from another model or out of order, or the data differs from what
+                was sent.
         """
         self.version = None
         if self._mailbox is None or self._mailbox_handle != payload["mailbox"]:
@@ -427,17 +430,17 @@ class WeightReceiver:
         load: Callable[[list[tuple[str, torch.Tensor]]], None],
         patience: float = ENGINE_PATIENCE,
     ) -> None:
-        """Receive all weights of a refit from the policy's rank that shares this device.
+        """Receive all weights of a refit from the policy rank on this device.
 
         Args:
-            mailbox: mailbox of that rank.
-            ticket: number of the refit.
-            load: is called with names and tensors, which are valid until it returns.
+            mailbox: mailbox of that policy rank.
+            ticket: id of the refit.
+            load: called with names and tensors, which are valid until it returns.
             patience: timeout for a group, in seconds.
 
         Raises:
-            RefitError: the policy gave up the refit, ended, or sent incorrect bytes; the policy then does not
-                wait for this rank.
+            RefitError: the policy aborted the refit, ended, or sent wrong data; the policy then does not wait
+                for this rank.
         """
         self.version = None
         mailbox.enter(ticket)
@@ -492,8 +495,8 @@ class WeightReceiver:
             if key not in self._views:
                 self._views[key] = group.views(buffer)
             yield self._views[key]
-            # Synchronise before acknowledging: the policy then writes the next group, and a queued copy would
-            # read that one.
+            # Synchronise before acknowledging: afterwards the policy overwrites the slot, which a queued copy
+            # would still read.
             self._runtime.synchronize()
             _require(ipc_buffer, mark)
         except BaseException:
@@ -506,7 +509,7 @@ class WeightReceiver:
             self.version = int(payload["version"])
 
     def _buffer(self, handle: Mapping[str, Any]) -> IpcBuffer:
-        """Return the policy's memory; a policy that needs a larger buffer continues in a new one."""
+        """Return the policy's buffer. A policy that needs a larger buffer continues in a new one."""
         if self._ipc_buffer is None or self._handle != handle:
             self._let_go()
             self._ipc_buffer, self._handle = IpcBuffer.attach(handle, self._runtime.device), handle
@@ -524,17 +527,17 @@ class WeightReceiver:
             self._mailbox = None
 
     def close(self) -> None:
-        """Release the policy's memory, and leave its mailbox."""
+        """Release the policy's memory and leave its mailbox."""
         self.version = self._refit = None
         self._let_go()
         self._leave()
 
 
 def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
-    """Check that a slot still holds the group of a mark.
+    """Check that a slot still contains the group of a mark.
 
     Raises:
-        RefitError: the slot no longer holds the group.
+        RefitError: it does not.
     """
     if ipc_buffer.marks[mark[-1] % SLOTS].tolist() != mark:
         raise RefitError(
@@ -544,7 +547,7 @@ def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
 
 
 def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
-    """Return the payload that an engine rank reads: that of its own device, or on a CPU that of its host.
+    """Return the payload that an engine rank reads: that of its device, or on a CPU that of its host.
 
     Args:
         handles: result of the policy's ``get_weights_ipc_handles``.

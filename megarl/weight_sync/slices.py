@@ -1,12 +1,11 @@
-"""Slices: the part of each weight that an engine rank reads, determined by observation, and a tensor that
-replaces a full weight of which only that part exists.
+"""Slices: the part of each weight tensor that an engine rank reads, found by observation, and a tensor that
+stands in for the full weight when only that part was sent.
 
-An engine's loaders expect full weights, and each rank keeps its own part of them; which part is not declared
-anywhere. Here the loaders are called once with weights without values, and the parts that they copy are
-recorded (``Reads``). From then on a rank can be sent that part alone: instead of the weight the loader gets a
-``PartialWeight``, which has the full shape. Its views work like those of any tensor; values come from the
-part, and a read of other values is an error and never returns incorrect numbers. So nothing depends on how a
-loader finds its part.
+An engine's weight loaders expect full tensors, and each rank keeps its own part; which part is not declared
+anywhere. So the loaders are called once with tensors without values, and the regions that they copy are
+recorded (``Reads``). From then on a rank can be sent that part alone: the loader gets a ``PartialWeight``
+with the full shape. Its views work like those of any tensor. Values come from the part, and reading others is
+an error, never a wrong number. Thus nothing depends on how a loader selects its part.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from megarl.errors import RefitError
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A run of indices of one dimension of a weight, with all indices of the other dimensions.
+    """A range of indices in one dimension of a weight tensor, and all indices in the others.
 
     Attributes:
         dim: the dimension.
-        start, length: the first index, and the number of indices.
+        start, length: first index, and number of indices.
     """
 
     dim: int
@@ -39,7 +38,7 @@ class Slice:
 
     @classmethod
     def all_of(cls, whole: Sequence[int]) -> Slice:
-        """Return the slice that covers a whole weight of shape ``whole``."""
+        """Return the slice that covers a whole tensor of shape ``whole``."""
         return cls(0, 0, whole[0])
 
     @property
@@ -48,10 +47,10 @@ class Slice:
         return self.start + self.length
 
     def shape_of(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the slice of a weight of shape ``whole``.
+        """Return the shape of the slice of a tensor of shape ``whole``.
 
         Raises:
-            RefitError: the weight does not have these indices.
+            RefitError: the tensor does not have these indices.
         """
         if not (
             0 <= self.dim < len(whole)
@@ -66,27 +65,26 @@ class Slice:
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the slice of a weight, as a view."""
+        """Return the slice of a full tensor, as a view."""
         return whole.narrow(self.dim, self.start, self.length)
 
     def plain(self) -> list[int]:
-        """Return the slice as three numbers; ``Slice(*plain)`` is the reverse."""
+        """Return ``[dim, start, length]``; ``Slice(*plain)`` is the inverse."""
         return [self.dim, self.start, self.length]
 
 
 Slices = Mapping[str, Slice]
-"""Slices that an engine rank reads, by the name of the weight; it reads a weight that is not listed in
-full."""
+"""Slices that an engine rank reads, by tensor name. Tensors that are not listed are read in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedSlices:
-    """The slices of the policy's weights that ranks of colocated engines read.
+    """The slices of the policy's weights that the ranks of colocated engines read.
 
     Attributes:
-        ranks: the slices of each rank of an engine, equal for all engines.
-        devices: the engine rank on each device, by the device's identity; empty on a CPU, where any process
-            of the host can read any policy rank's buffer.
+        ranks: slices of each engine rank; every engine has the same ones.
+        devices: engine rank on each device, by device identity; empty on a CPU, where every process of the
+            host can read every policy rank's buffer.
     """
 
     ranks: tuple[Slices, ...]
@@ -94,30 +92,30 @@ class WantedSlices:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """Return the SHA-256 digest of names and their order, in hexadecimal."""
+    """Return the SHA-256 hex digest of an ordered list of names."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 def slices_digest(slices: Slices) -> str:
-    """Return the SHA-256 digest of a rank's slices, regardless of their order, in hexadecimal."""
+    """Return the SHA-256 hex digest of a rank's slices, independent of their order."""
     return names_digest([f"{name} {slices[name].plain()}" for name in sorted(slices)])
 
 
 class Reads:
-    """Record of the elements of a weight that a loader reads."""
+    """Record of the elements of a weight tensor that a loader reads."""
 
     def __init__(self) -> None:
         self._boxes: list[tuple[range, ...]] = []
 
     def add(self, box: tuple[range, ...]) -> None:
-        """Record a read of some indices of each dimension."""
-        # Ignore an empty range in any dimension: it reads nothing, and must not widen the span of the reads.
+        """Record a read of a box, given as one index range per dimension."""
+        # A box with an empty range reads nothing, and must not widen the span of the reads.
         if all(box):
             self._boxes.append(box)
 
     def slice_of(self, whole: Sequence[int]) -> Slice | None:
-        """Return the smallest slice that contains all reads, of length 0 if there were none; None if only the
-        full weight contains them."""
+        """Return the smallest slice that contains all reads, of length 0 if there were none; None if the
+        weight must be sent in full."""
         if not self._boxes:
             return Slice(0, 0, 0) if whole else None
         # Take one span over all reads: a slice is sent as one range of indices, even if there are gaps
@@ -135,16 +133,16 @@ class Reads:
         return Slice(dim, span.start, len(span))
 
 
-# These properties describe where the values are; the meta tensor that represents them would answer that it
-# has none.
+# Properties that describe where the values are; the meta tensor that represents the weight would give wrong
+# answers.
 _OF_VALUES = ("device", "is_cpu", "is_cuda", "is_meta")
 _WRITES = ("copy_", "__setitem__")
 
 
 class PartialWeight(torch.Tensor):
-    """A weight of which one slice exists, or no values at all but a record of its reads.
+    """A weight tensor of which only one slice exists, or no values at all but a record of its reads.
 
-    It is a tensor of torch's meta device, whose views identify their elements by offset and strides.
+    It is a meta tensor, whose views identify their elements by storage offset and strides.
     """
 
     _root: _Root
@@ -154,7 +152,7 @@ class PartialWeight(torch.Tensor):
         """Return the weight of shape ``whole`` whose slice ``where`` is ``part``.
 
         Raises:
-            RefitError: ``part`` has another shape than the slice.
+            RefitError: ``part`` does not have the slice's shape.
         """
         expected = where.shape_of(whole)
         if tuple(part.shape) != expected:
@@ -165,8 +163,8 @@ class PartialWeight(torch.Tensor):
 
     @staticmethod
     def noting(whole: Sequence[int], dtype: torch.dtype, device: torch.device, reads: Reads) -> PartialWeight:
-        """Return a weight without values, which records its reads in ``reads``; writes from it to other
-        tensors are skipped."""
+        """Return a weight without values that records its reads in ``reads``. Copies from it to other tensors
+        are skipped."""
         return _begun(dtype, _Root(tuple(whole), device, reads=reads))
 
     @classmethod
@@ -178,21 +176,19 @@ class PartialWeight(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        # Disable this method for the calls below, which would otherwise return to it.
+        # Disable this method for the calls below, which would otherwise recurse.
         with torch._C.DisableTorchFunctionSubclass():
-            # Return the real device: loaders decide by it where they copy to, and "meta" would mislead them.
+            # Return the real device: loaders use it to decide where to copy, and "meta" would mislead them.
             if name == "__get__" and _property_of(func) in _OF_VALUES:
                 return getattr(torch.empty(0, device=args[0]._root.device), _property_of(func))
-            # Check only the first argument, which is written to: this class exists so that a partial weight
-            # can be the source of copy_.
+            # Only the first argument is written to; being the source of copy_ is this class's purpose.
             if isinstance(args[0] if args else None, PartialWeight) and _changes_in_place(name):
                 raise RefitError(
                     f"{name} would write into a weight of which only a slice came: report the "
                     "model, and use full weights"
                 )
             given = [one for one in tree_flatten((args, options))[0] if isinstance(one, PartialWeight)]
-            # Try the call on meta first: a view needs no values, and torch's own rules decide what is a view,
-            # however a loader slices.
+            # Try the call on meta first: a view needs no values, and torch's own rules decide what is a view.
             if len(given) == 1 and name not in _WRITES:
                 # The meta tensor may raise for a call that needs values.
                 with contextlib.suppress(NotImplementedError, RuntimeError):
@@ -209,13 +205,13 @@ class PartialWeight(torch.Tensor):
 
 @dataclass(frozen=True, slots=True)
 class _Root:
-    """State that all views of a weight share.
+    """State that all views of one weight share.
 
     Attributes:
-        whole: shape of the weight.
+        whole: full shape of the weight.
         device: device of its values.
-        part, where: the values that exist, and their slice.
-        reads: record of the reads, instead of values.
+        part, where: the existing values, and their slice.
+        reads: record of the reads, in place of values.
     """
 
     whole: tuple[int, ...]
@@ -225,10 +221,10 @@ class _Root:
     reads: Reads | None = None
 
     def _block(self, view: torch.Tensor) -> tuple[range, ...] | None:
-        """Return the range of indices of each dimension that a view covers if it is a block of the weight,
-        otherwise None."""
+        """Return the index range of each dimension that a view covers if it is a block of the weight, else
+        None."""
         strides = _strides(self.whole)
-        # Ignore the stride of a dimension of size 1, which is meaningless and which torch sets arbitrarily.
+        # The stride of a dimension of size 1 is meaningless, and torch sets it arbitrarily.
         lies_as_whole = all(
             size < 2 or stride == own
             for size, stride, own in zip(view.shape, view.stride(), strides, strict=False)
@@ -246,7 +242,7 @@ class _Root:
         )
 
     def _rows(self, view: torch.Tensor) -> tuple[range, ...]:
-        """Return the range of full rows that contains all elements of a view."""
+        """Return the box of full rows that contains all elements of a view."""
         first = view.storage_offset()
         last = first + sum(
             (size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)
@@ -272,8 +268,8 @@ class _Root:
             return part.new_empty(view.shape)
         block = self._block(view)
         needed = (block or self._rows(view))[where.dim]
-        # Only rows can be compared with a view of any form; a slice of another dimension is scattered over
-        # the rows.
+        # A view that is not a block can only be compared with a slice of rows; a slice of another dimension
+        # is scattered over the rows.
         if (block is None and where.dim) or needed.start < where.start or needed.stop > where.stop:
             raise RefitError(
                 f"the engine reads {needed.start} to {needed.stop} of dimension {where.dim} of a "
@@ -300,16 +296,16 @@ def _continued(view: torch.Tensor, root: _Root) -> PartialWeight:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor, each at least 1, even for a tensor without elements."""
+    """Return the strides of a contiguous tensor; at least 1 each, even for an empty tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
-        # Take at least 1, as torch does, so that nothing below is divided by 0.
+        # At least 1, as in torch, so that nothing below divides by 0.
         strides.append(strides[-1] * max(size, 1))
     return strides[::-1][: len(shape)]
 
 
 def _property_of(func: Callable[..., Any]) -> str:
-    """Return the name of the property to which a getter belongs."""
+    """Return the name of the property that a getter belongs to."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
@@ -318,8 +314,8 @@ def _changes_in_place(name: str) -> bool:
 
 
 def _as_meta(value: Any) -> Any:
-    """Return ``value`` with its partial weights as plain meta tensors and its devices as the meta device, so
-    that moving a weight does not read it yet."""
+    """Return ``value`` with partial weights as plain meta tensors and devices as the meta device, so that
+    moving a weight does not count as a read."""
 
     def on_meta(one: Any) -> Any:
         if isinstance(one, torch.device):
@@ -330,7 +326,7 @@ def _as_meta(value: Any) -> Any:
 
 
 def _as_values(value: Any) -> Any:
-    """Return ``value`` with its partial weights replaced by their values."""
+    """Return ``value`` with partial weights replaced by their values."""
     return tree_map(
         lambda one: (
             one._root.values(one.as_subclass(torch.Tensor)) if isinstance(one, PartialWeight) else one
@@ -340,9 +336,9 @@ def _as_values(value: Any) -> Any:
 
 
 def _lies_in(weight: PartialWeight, found: Any) -> bool:
-    """Return whether all tensors in the result of a call are views of a weight; True also if the result
-    contains no tensors, but numbers about the weight."""
-    # Compare addresses of the storage objects, because the data pointer of all meta storages is 0.
+    """Return whether all tensors in a call's result are views of a weight. True also for a result without
+    tensors, such as a shape."""
+    # Compare storage objects, because the data pointer of all meta storages is 0.
     memory = weight.untyped_storage()._cdata
     return all(
         one.untyped_storage()._cdata == memory
@@ -354,9 +350,11 @@ def _lies_in(weight: PartialWeight, found: Any) -> bool:
 def _read(
     func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]
 ) -> Any:
-    """Run a call on the values of partial weights, and return its result. For weights without values, record
-    the read and write nothing; the result then consists of tensors whose reads are not recorded, because
-    everything that they depend on was."""
+    """Run a call on the values of partial weights and return its result.
+
+    For weights without values, record the read and skip writes. The resulting tensors record no further
+    reads, because everything that they depend on is already recorded.
+    """
     if all(one._root.reads is None for one in given):
         return func(*_as_values(args), **_as_values(options))
     for one in given:

@@ -1,13 +1,13 @@
-"""Process groups of the policy and all ranks of engines on other devices, created by a handshake that either
-all ranks pass or none.
+"""Process groups of the policy and all engine ranks on other devices. A handshake ensures that either all
+ranks join or none.
 
-Every pipeline stage of the policy has one sending rank, and a group of that rank and all engine ranks.
+Each pipeline stage of the policy has one sending rank, and one group with that rank and all engine ranks.
 
-On a GPU the host waits for an operation by polling it. torch's own wait only orders streams, and an operation
-whose peer died would block the stream until the watchdog of torch's NCCL groups ends the whole process. These
-groups have no watchdog: a lost rank is detected by its connection (``rendezvous``), as on a CPU, and an
-operation that takes too long by a timeout. This code has not been run on a GPU yet. It does not cover a rank
-that dies while NCCL sets up its first connections, within the first broadcast.
+On a GPU the host polls for the end of an operation. torch's own wait only orders streams, so an operation
+whose peer died would block the stream until the watchdog of torch's NCCL groups aborts the process. These
+groups have no watchdog: as on a CPU, the connections of ``rendezvous`` detect a lost rank, and a timeout
+limits each operation. Untested on GPUs. A rank that dies while NCCL sets up its first connections, within the
+first broadcast, is not covered.
 """
 
 from __future__ import annotations
@@ -27,36 +27,35 @@ from megarl.weight_sync.manifest import ONE_STAGE, Stages
 from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Members, Rendezvous
 
 COLLECTIVE_SECONDS = 600.0
-# Time between two checks for lost ranks while an operation lasts.
+# Interval between checks for lost ranks during an operation.
 _LOOK = datetime.timedelta(seconds=1)
-# The first and the longest pause, in seconds, between two checks whether a GPU's operation is done; a group
-# of weights takes milliseconds.
+# First and longest pause, in seconds, when polling a GPU operation; a group of tensors takes milliseconds.
 _PAUSES = 0.0001, 0.002
 NEW_GROUP = "make a new group with init_collective() and refit again"
 
 
 class TransferGroup:
-    """A rank of an engine, or the sender of a pipeline stage, in the groups that transfer weights.
+    """An engine rank, or the sender of a pipeline stage, in the process groups that transfer weights.
 
     Args:
-        ip, port: address where the sender of stage 0, the policy's first rank, listens.
-        world_size: number of the engines' ranks, plus one.
-        rank: 0 for a sender.
-        digest: digest of the manifest that this side knows.
-        device: device of the weights on this side; the backend is NCCL on a GPU and gloo on a CPU.
+        ip, port: address at which the policy's rank 0 (sender of stage 0) listens.
+        world_size: number of engine ranks, plus one.
+        rank: 0 for a sender, else the engine rank counted from 1.
+        digest: digest of the manifest that this side has.
+        device: device of the weights on this side; GPUs use NCCL, CPUs gloo.
         buffer_bytes: bytes of a transfer buffer; all ranks use the minimum over the senders.
         stage: pipeline stage of a sender.
-        stages: which stage sends which weights; stage 0 decides it for all ranks.
-        handshake_s: timeout until all ranks have joined, in seconds.
-        collective_s: timeout of one broadcast, in seconds; that of a later stage starts together with those
-            of the earlier stages.
-        rendezvous: stage 0's rendezvous, if it is already open; its deadline then applies.
+        stages: which stage sends which weights; all ranks use the value of stage 0.
+        handshake_s: timeout in seconds until all ranks have joined.
+        collective_s: timeout in seconds of one broadcast. The timeouts of all stages' broadcasts start
+            together.
+        rendezvous: an already open rendezvous of stage 0; its deadline then applies.
 
     Attributes:
-        buffer_bytes, stages: equal on all sides.
+        buffer_bytes, stages: agreed values, equal on all ranks.
 
     Raises:
-        RefitError: a rank is missing, joined twice, or expects something else.
+        RefitError: a rank is missing, joined twice, or has other parameters.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class TransferGroup:
         self._collective = datetime.timedelta(seconds=collective_s)
         keeps = rank == 0 and stage == 0
         self._rendezvous = rendezvous or Rendezvous(ip, port, keeps=keeps, seconds=handshake_s)
-        # The digest also covers dtypes and order, so that one comparison detects a policy and an engine of
+        # The digest also covers dtypes and order, so one comparison detects that policy and engine have
         # different models.
         own = {"world_size": world_size, "manifest": digest, "device": device.type}
         if keeps:
@@ -97,7 +96,7 @@ class TransferGroup:
                 if number == stage or not self.sends:
                     self._groups[number] = self._process_group(f"weights/{number}")
         except BaseException:
-            # Leave, so that the others do not wait for a rank that has given up.
+            # Leave, so that the others do not wait for this rank.
             self.close()
             raise
 
@@ -107,22 +106,20 @@ class TransferGroup:
         return self.rank == 0
 
     def _process_group(self, name: str) -> Any:
-        """Create a process group that is independent of the default group, of which engine and policy each
+        """Create a process group that is independent of torch's default group, because policy and engine each
         have their own."""
-        # Use a prefix for each group: the groups of several stages rendezvous in one store under the same
-        # keys.
+        # The groups of all stages use the same keys in one store, so each needs a prefix.
         store = dist.PrefixStore(name, self._rendezvous.store)
         try:
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._collective
-                # Set this when the group is created, so that it gets no watchdog. After an error the watchdog
-                # would end the whole process through the default group's monitor, even if that ignores
-                # errors.
+                # Set this during creation, so that the group gets no watchdog. After an error the watchdog
+                # would abort the process through the default group's monitor, even if that ignores errors.
                 with env.variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
                     return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-            # Use the class instead of dist.new_group, which requires a default group that contains all these
-            # ranks: engine and policy have one each.
+            # Not dist.new_group, which requires a default group that contains all these ranks; policy and
+            # engine have separate ones.
             return dist.ProcessGroupGloo(
                 store, self.rank, self.world_size, datetime.timedelta(seconds=self._rendezvous.left())
             )
@@ -133,47 +130,47 @@ class TransferGroup:
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, stage: int = 0) -> dist.Work:
-        """Begin to send or receive a buffer of ``stage``.
+        """Start sending or receiving a buffer of ``stage``.
 
         Raises:
             RefitError: the group is broken or closed.
         """
         self._require_open()
         options = dist.BroadcastOptions()
-        # Engine ranks count from 1 in every stage's group, so that its sender is always 0.
+        # Engine ranks count from 1 in every stage's group, so the sender is always rank 0.
         options.rootRank = 0
         options.timeout = self._collective
         try:
             work: dist.Work = self._groups[stage].broadcast([buffer], options)
         except RuntimeError as error:
             raise _not_through(error) from error
-        # Drop completed operations, whose buffers would otherwise stay alive as long as the group.
+        # Drop completed operations, because they keep their buffers alive.
         self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
 
     def wait(self, works: list[dist.Work]) -> None:
-        """Wait until all of ``works`` are done. Each is removed from the list when it is done, and all are
-        removed when one fails.
+        """Wait until all ``works`` are done. Completed ones are removed from the list; after a failure all
+        are removed.
 
         Args:
-            works: operations begun by this rank; on a GPU the timeout of one operation applies to all of them
-                together.
+            works: operations that this rank started; on a GPU they share one timeout.
 
         Raises:
-            RefitError: an operation failed or takes too long, or a rank is gone that may take part in it.
+            RefitError: an operation failed or timed out, or a rank that may take part in it is gone.
         """
         seconds = self._collective.total_seconds()
         ends = time.monotonic() + seconds
-        # Assign no name to an operation: an error's frames would keep it, and with it the connections.
+        # Do not bind an operation to a name: an error's traceback would keep it alive, and with it the
+        # connections.
         try:
             while works:
                 if self._is_over(works):
-                    # This raises if the operation failed. On a GPU it also makes the present stream wait for
+                    # This raises if the operation failed. On a GPU it also makes the current stream wait for
                     # the operation's stream.
                     works[0].wait()
                     works.pop(0)
                     continue
-                # Check each time, because neither gloo nor NCCL reports a peer that died without closing its
+                # Check every time: neither gloo nor NCCL reports a peer that died without closing its
                 # connection.
                 lost = self._rendezvous.lost()
                 if lost:
@@ -186,10 +183,9 @@ class TransferGroup:
             works.clear()
 
     def _is_over(self, works: list[dist.Work]) -> bool:
-        """Wait at most ``_LOOK`` for the first of ``works``, and return whether it has completed or
-        failed."""
+        """Wait up to ``_LOOK`` for the first operation and return whether it has completed or failed."""
         if not self._asks:
-            # The error is either this wait's timeout or that of the operation, which is then over.
+            # An error is either the timeout of this wait or a failure of the operation, which is then over.
             with contextlib.suppress(RuntimeError):
                 return works[0].wait(_LOOK)
             return works[0].is_completed()
@@ -206,16 +202,16 @@ class TransferGroup:
             raise RefitError(f"the group for weights at {self._rendezvous.address} is closed: {NEW_GROUP}")
 
     def agree(self, refusal: str, seconds: float) -> list[str]:
-        """Exchange, at the end of a refit, the faults of the ranks that could not load its weights; the
-        result is equal on all ranks.
+        """Exchange, at the end of a refit, which ranks could not load the weights. Return their messages,
+        equal on all ranks; empty if all succeeded.
 
         Args:
             refusal: why this rank could not load the weights; empty if it could.
-            seconds: timeout for the other ranks; a sender that has finished also waits for the stages after
-                it.
+            seconds: timeout for the other ranks. A sender with several stages waits for the broadcast timeout
+                instead, because later stages may still be sending.
 
         Raises:
-            RefitError: a rank is gone, or does not respond; the policy names these ranks.
+            RefitError: a rank is gone or does not respond; on the policy the message names it.
         """
         self._require_open()
         longest = self._collective.total_seconds() if self.sends and self.stages.count > 1 else seconds
@@ -228,12 +224,11 @@ class TransferGroup:
         ]
 
     def close(self) -> None:
-        """Leave the groups. Ranks that wait for this one get an error at once, and not only at their
-        timeout."""
+        """Leave the groups. Ranks that wait for this one get an error at once instead of at their timeout."""
         groups = list(self._groups.values())
         for index in range(len(groups)):
-            # Iterate by index: a loop variable would hold the last group, and its connections, beyond clear()
-            # below.
+            # Iterate by index: a loop variable would keep the last group, and its connections, alive beyond
+            # clear() below.
             groups[index].abort()
         self._rendezvous.close()
         if not all(map(_ends, self._started)):
@@ -251,12 +246,12 @@ def _not_through(error: Exception) -> RefitError:
 
 
 def _outlast(works: list[dist.Work], groups: list[Any]) -> None:
-    """Keep groups that were left during a transfer to or from a rank that died, because such operations only
-    end at their timeout.
+    """Keep references to aborted groups until their operations end. Operations with a rank that died end only
+    at their timeout.
 
-    Releasing such a group earlier would wait for these operations. A daemon thread's objects are never
-    destroyed, so that the process can end earlier. But the thread must not be inside torch at that moment,
-    because torch's C++ code would then terminate abnormally.
+    Destroying such a group earlier would block until then. This function runs in a daemon thread, whose
+    objects are never destroyed, so that the process can exit earlier. The thread must not be inside torch at
+    exit, because torch's C++ code would then crash.
     """
     while not all(work.is_completed() for work in works):
         time.sleep(_LOOK.total_seconds())

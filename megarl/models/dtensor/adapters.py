@@ -1,9 +1,9 @@
-"""Low-rank adapters of linear layers of transformers' models, which DTensor and FSDP2 divide together with
-the layers.
+"""Low-rank adapters of linear layers in transformers models, which DTensor and FSDP2 shard together with the
+layers.
 
-The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Tensor-parallel ranks shard the
-factor on the layer's sharded side, and each holds the other factor in full (``styles``). ``fully_shard`` then
-shards both over the other ranks.
+The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Over tensor-parallel ranks, one
+factor is sharded like the layer and the other is replicated (``styles``). ``fully_shard`` then shards both
+over the other ranks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FACTORS = ("lora_A", "lora_B")
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer of transformers with an adapter.
+    """A linear layer with an adapter.
 
     Attributes:
         lora_A, lora_B: the factors [r, in] and [out, r].
-        settings, switch: settings of all adapters, and the switch that turns all of them on or off.
+        settings, switch: adapter settings and on-off switch of the model.
     """
 
     lora_A: nn.Parameter
@@ -61,13 +61,13 @@ class AdaptedLinear(nn.Linear):
         up: torch.Tensor,
         between: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
     ) -> torch.Tensor:
-        """Return the layer's output plus the adapter's contribution, unless adapters are switched off.
+        """Return ``output`` plus the adapter's term; ``output`` alone while adapters are off.
 
         Args:
             inputs: inputs of the layer.
             output: output of the layer without its adapter.
-            down, up: this rank's parts of A and B.
-            between: redistributes the hidden vector between the factors as ``up`` needs it.
+            down, up: this rank's shards of A and B.
+            between: converts the output of A to the layout that ``up`` needs.
         """
         if not self.switch.is_on:
             return output
@@ -77,25 +77,25 @@ class AdaptedLinear(nn.Linear):
         return output + (added if first else drop(added, share, self))
 
     def low_rank(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the adapter's factors for ``Request.output`` of an output layer, computed for ``rows`` [k,
-        in] of its input; None while adapters are off."""
+        """Return the adapter's two factors for ``Request.output`` of an output layer: the scaled product of A
+        and ``rows`` [k, in], and B. None while adapters are off."""
         return self.low_rank_of(rows, self.lora_A, self.lora_B)
 
     def low_rank_of(
         self, rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the result of ``low_rank`` from this rank's parts of A and B."""
+        """Return the result of ``low_rank`` for this rank's shards of A and B."""
         if not self.switch.is_on:
             return None
         return F.linear(drop(rows, self.settings.dropout, self), down) * self.settings.scaling, up
 
 
 class AdaptedEmbedding(nn.Embedding):
-    """An embedding of transformers with an adapter, without dropout, as in PEFT.
+    """An embedding with an adapter, without dropout, as in PEFT.
 
     Attributes:
-        lora_A, lora_B: the columns of A as [V, r], and B [h, r].
-        settings, switch: settings of all adapters, and the switch that turns all of them on or off.
+        lora_A, lora_B: A transposed [V, r], and B [h, r].
+        settings, switch: adapter settings and on-off switch of the model.
     """
 
     lora_A: nn.Parameter
@@ -109,7 +109,7 @@ class AdaptedEmbedding(nn.Embedding):
         return self.adapted(rows, F.embedding(input, self.lora_A), self.lora_B) if self.switch.is_on else rows
 
     def adapted(self, rows: torch.Tensor, columns: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return embedding rows plus the adapter's contribution.
+        """Return embedding rows plus the adapter's term.
 
         Args:
             rows: embeddings of the tokens.
@@ -123,13 +123,13 @@ class Adapters:
     """All adapters of a model.
 
     Args:
-        settings: adapter settings of the configuration.
-        model: transformers model, undivided and on the meta device; its own parameters are frozen.
-        seed: seed of the matrices A.
+        settings: adapter settings from the configuration.
+        model: transformers model, not sharded and on the meta device; its base parameters are frozen.
+        seed: seed of the initial matrices A.
 
     Raises:
-        ConfigError: no layer is chosen, or one that cannot have an adapter; or the adapter to continue from
-            does not match.
+        ConfigError: no layer is selected, or one that cannot have an adapter; or the run continues from an
+            adapter with other settings.
     """
 
     def __init__(self, settings: AdapterSettings, model: Any, seed: int) -> None:
@@ -160,7 +160,7 @@ class Adapters:
         self._first = FirstFactors(settings, self.adapted, seed)
         model.requires_grad_(False)
         if self._score is not None:
-            # The score layer is trained in full next to the adapters, as PEFT's modules_to_save.
+            # The score layer is fully trained next to the adapters, like PEFT's modules_to_save.
             self._score.requires_grad_(True)
         for name in self.adapted:
             self._put_beside(linears[name] if name in linears else vocabulary[name])
@@ -172,28 +172,28 @@ class Adapters:
         else:
             shapes = (rank, layer.in_features), (layer.out_features, rank)
         for factor, shape in zip(FACTORS, shapes, strict=True):
-            # Register the factors on the layer itself, so that plans and fully_shard divide them together
-            # with the weight.
+            # Register the factors on the layer, so that plans and fully_shard shard them together with the
+            # weight.
             layer.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
-        # Change the class instead of wrapping the layer, so that the layer and its weights keep their names.
+        # Change the class instead of wrapping the layer, so that module and parameter names stay the same.
         layer.__class__ = AdaptedEmbedding if isinstance(layer, nn.Embedding) else AdaptedLinear
         adapted = cast(AdaptedLinear, layer)
         adapted.settings, adapted.switch = self.settings, self.switch
 
     @property
     def rows_of_vocabulary(self) -> list[str]:
-        """Names of the factors that have a row for each token."""
+        """Names of the factors that have one row per token of the vocabulary."""
         return [f"{name}.{FACTORS[not is_embedding(name)]}" for name in self._vocabulary]
 
     def fill(self, divided: Mapping[str, DTensor], rows: Mapping[str, int]) -> None:
-        """Write the initial values into this rank's pieces of the factors. A collective over all ranks.
+        """Write the initial values into this rank's shards of the factors. Collective over all ranks.
 
         Args:
-            divided: all parameters.
+            divided: all sharded parameters by name.
             rows: number of rows of each parameter, without vocabulary padding.
 
         Raises:
-            ConfigError: the adapter to continue from was stored with another embedding or output layer.
+            ConfigError: the adapter to continue from was trained with another embedding or output layer.
         """
         for module in self.adapted:
             for factor in FACTORS:
@@ -217,14 +217,17 @@ class Adapters:
         return not torch.equal(own, local[: len(own)])
 
     def is_factor(self, name: str) -> bool:
-        """Return whether a parameter is a factor of an adapter."""
+        """Return whether a parameter is an adapter's factor."""
         return name.rpartition(".")[2] in FACTORS
 
     def exported(
         self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int
     ) -> Mapping[str, torch.Tensor]:
-        """Return this rank's pieces of the weights for refits and exports, with adapters merged when a piece
-        is accessed. The small factors are gathered first, which is a collective."""
+        """Return this rank's weight shards for refits and exports. Adapters are merged into a shard on
+        access.
+
+        Gathers the small factors first: collective over all ranks.
+        """
         return _Exported(
             divided,
             self.parts(divided, device, bucket_bytes) if self.switch.is_on else {},
@@ -234,7 +237,7 @@ class Adapters:
     def parts(
         self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int
     ) -> dict[str, torch.Tensor]:
-        """Return this tensor-parallel rank's parts of the factors, by name. A collective."""
+        """Return this tensor-parallel rank's parts of all factors, by name. Collective over all ranks."""
         factors = {name: parameter for name, parameter in divided.items() if self.is_factor(name)}
         return dict(gather_parts(factors, torch.float32, device, bucket_bytes))
 
@@ -256,7 +259,7 @@ class Adapters:
     def gathered(
         self, divided: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield PEFT's names and the full factors. A collective over the world."""
+        """Yield PEFT names and full factors. Collective over the world."""
         for module in self.adapted:
             for factor in FACTORS:
                 name = f"{module}.{factor}"
@@ -268,7 +271,7 @@ class Adapters:
 
 
 class _Exported(Mapping[str, torch.Tensor]):
-    """This rank's pieces of the weights by name, with adapters merged."""
+    """This rank's weight shards by name, with adapters merged on access."""
 
     def __init__(
         self, divided: Mapping[str, DTensor], factors: Mapping[str, torch.Tensor], scaling: float
@@ -282,7 +285,7 @@ class _Exported(Mapping[str, torch.Tensor]):
         if down is None or up is None:
             return piece
         first, last = block_of(parameter).rows
-        # Merge in float32, because the sender rounds once.
+        # Merge in float32: the stream then rounds only once.
         return merged(piece.to(up.device, torch.float32), up[first:last], down, self._scaling)
 
     def __iter__(self) -> Iterator[str]:
@@ -298,6 +301,6 @@ def _factors_of(
     module = name.removesuffix(".weight")
     down, up = (factors.get(f"{module}.{factor}") for factor in FACTORS)
     if down is not None and up is not None and is_embedding(module):
-        # Transpose: an embedding's weight has a row for each column of A.
+        # An embedding's weight is transposed relative to a linear layer's: it has a row per column of A.
         return up.T, down
     return down, up

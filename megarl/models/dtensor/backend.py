@@ -1,5 +1,5 @@
-"""The DTensor backend: an implementation of the engine's ``Backend`` protocol on transformers models, divided
-by DTensor and FSDP2."""
+"""The DTensor backend: the engine's ``Backend`` protocol on transformers models sharded by DTensor and
+FSDP2."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
 
 logger = logging.getLogger(__name__)
-STEPS = 2  # The first step makes the state, and the second one reads it.
+STEPS = 2  # The first step creates the optimizer state, the second reads it.
 
 
 class DTensorBackend(HuggingFaceBackend):
-    """A model divided by DTensor and FSDP2, with dynamic loss scaling in float16."""
+    """A model sharded by DTensor and FSDP2, with dynamic loss scaling in float16."""
 
     adapters: Adapters | None = None
 
@@ -69,7 +69,7 @@ class DTensorBackend(HuggingFaceBackend):
         self.groups = self._meshes.groups
         share = sequence_share(tensor, context, self._sequence_parallel)
         self.shapes = Shapes(math.lcm(share, self.policy["make_sequence_length_divisible_by"]), share)
-        # Store the true size separately from the padded rows, which checkpoints and exports leave out.
+        # Checkpoints and exports have the true size, without the padded rows.
         self._true_vocabulary = self.hf_config.get_text_config().vocab_size
         self._vocabulary_rows = padded_vocabulary(self._true_vocabulary, tensor)
         self.vocabulary = VocabularyShard(
@@ -82,7 +82,7 @@ class DTensorBackend(HuggingFaceBackend):
         self._store = DividedParameters(self.model, self._saved(), self._rows, self.runtime.device)
         self._bucket_bytes = bucket_bytes(self.policy["refit_buffer_size_gb"])
         self._weights = WeightStream(
-            # Use Megatron's order, so that a manifest does not depend on the backend.
+            # Megatron's order, so that a refit manifest does not depend on the backend.
             in_sending_order(self._own(), self.hf_config),
             self._rows,
             self._dtype,
@@ -95,17 +95,20 @@ class DTensorBackend(HuggingFaceBackend):
             self.loss_scale = LossScale.for_float16()
 
     def _refuse_optimizer(self) -> None:
-        """Raise ConfigError if optimizer steps fail on stand-ins for the parameters: the smallest parameter
-        for each way of division. A collective over all ranks.
+        """Check that the optimizer can step on sharded parameters. Collective over all ranks.
 
-        Not every optimizer operation supports DTensors, and some support them only if all are on one mesh.
+        Some optimizer operations do not support DTensors, or only if all are on one mesh. The check steps on
+        a copy of the smallest parameter of each kind of sharding.
+
+        Raises:
+            ConfigError: a step failed.
         """
         smallest: dict[Any, DTensor] = {}
         for parameter in self._divided().values():
             way = (parameter.device_mesh, parameter.placements, parameter.ndim)
             if parameter.requires_grad and (way not in smallest or parameter.numel() < smallest[way].numel()):
                 smallest[way] = parameter
-        # Use substitutes, because a step on the model's own parameters would change them.
+        # Step on copies, because a step would change the model's own parameters.
         stand_ins = [nn.Parameter(torch.ones_like(parameter.detach())) for parameter in smallest.values()]
         optimizer = build_optimizer(
             self.policy, ((str(number), parameter) for number, parameter in enumerate(stand_ins))
@@ -116,7 +119,7 @@ class DTensorBackend(HuggingFaceBackend):
             for _ in range(STEPS):
                 optimizer.step()
         except Exception as error:
-            # Catch every error, because an operation without DTensor support may raise any class of it.
+            # Catch every error: an operation without DTensor support may raise any class.
             reason = (
                 f"its step fails on parameters that DTensor divides ({type(error).__name__}: "
                 f"{str(error).splitlines()[0]})"
@@ -127,7 +130,7 @@ class DTensorBackend(HuggingFaceBackend):
             ) from error
 
     def _divided_model(self, source: HuggingFaceSource) -> Any:
-        """Build the model with this rank's pieces of the weights."""
+        """Build the model with this rank's shards of the weights."""
         model = self._undivided()
         # Collect in a set, because tied embeddings are one parameter.
         padded = set()
@@ -143,8 +146,7 @@ class DTensorBackend(HuggingFaceBackend):
         if settings is not None:
             self.adapters = Adapters(settings, model, self._seed)
         for parameter in model.parameters():
-            # Store parameters that are not trained in the dtype of the computation, because more digits would
-            # never be read.
+            # Store frozen parameters in the computation's dtype; higher precision would never be used.
             kept = self._kept_dtype if parameter.requires_grad else self._dtype
             parameter.data = parameter.data.to(kept)
         self._rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()} | {
@@ -162,20 +164,18 @@ class DTensorBackend(HuggingFaceBackend):
                 custom=self._settings["custom_parallel_plan"],
             )
             divide_over_tensor_ranks(model, self._meshes.tensor, plan)
-        # Without other ranks to reduce with, full gradients take no more memory than this rank's part of
-        # them.
+        # With a single sharding rank, full gradients take no more memory than this rank's shard of them.
         self._reduces_once = self._meshes.sharding.size() == 1 and not self.offloads
         self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
         if self._settings["activation_checkpointing"]:
-            # Do this before FSDP2 wraps the layers, because checkpointing has to be inside of the code that
-            # gathers parameters.
+            # Before FSDP2 wraps the layers: checkpointing must be inside the code that gathers parameters.
             recompute_layers(model)
         shard_fully(
             model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda
         )
-        # Allocate memory after the model is divided, so that no rank ever holds the whole model.
+        # Allocate after sharding, so that no rank ever holds the full model.
         give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
-        # Store the parameters, because FSDP2 replaces them by gathered tensors during a pass.
+        # Keep references to the parameters, because FSDP2 replaces them by gathered tensors during a pass.
         self._parameters = dict(model.named_parameters())
         self.load_hf(source)
         if self.adapters is not None:
@@ -203,14 +203,14 @@ class DTensorBackend(HuggingFaceBackend):
         )
 
     def _divided(self) -> dict[str, DTensor]:
-        """Return the divided parameters by name, each once. During a pass the model itself may hold gathered
-        ones instead."""
+        """Return each sharded parameter once, by name. During a pass the model itself may hold gathered ones
+        instead."""
         return {
             name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)
         }
 
     def _own(self) -> dict[str, DTensor]:
-        """Return the parameters of the model itself, without adapters."""
+        """Return the base model's parameters, without adapters."""
         adapters, divided = self.adapters, self._divided()
         return (
             divided
@@ -219,7 +219,7 @@ class DTensorBackend(HuggingFaceBackend):
         )
 
     def _saved(self) -> dict[str, DTensor]:
-        """Return the parameters that checkpoints hold: only the trained ones if the model has adapters."""
+        """Return the parameters that checkpoints contain; with adapters, only the trained ones."""
         return (
             self._divided()
             if self.adapters is None
@@ -239,17 +239,17 @@ class DTensorBackend(HuggingFaceBackend):
                     self.model, inputs, head, backward=backward, loss_scale=scale, before_last=before_last
                 )
         except BaseException:
-            # torch below 2.13 cannot reset the state of an interrupted pass.
+            # torch before 2.13 cannot reset the state of an interrupted pass.
             getattr(self.model, "reset_iter_state", lambda: None)()
             raise
         finally:
-            # Reshard: a pass without backward leaves the outermost parameters gathered, and the next pass
-            # would not see values that are written in between.
+            # A pass without backward leaves the outermost parameters gathered, and the next pass would not
+            # see changes made in between.
             reshard(self.model)
 
     def _counted(self) -> Iterable[nn.Parameter]:
-        """Return the parameters without duplicates: if all tensor-parallel ranks hold a parameter in full,
-        only the first rank counts it."""
+        """Return the parameters that this rank contributes to the gradient norm: replicated ones only on the
+        first tensor-parallel rank."""
         first, divided = self.groups.tensor_rank == 0, self._divided()
         return [
             self._parameters[name]
@@ -258,17 +258,20 @@ class DTensorBackend(HuggingFaceBackend):
         ]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield views of this rank's pieces; writing into them changes the model."""
+        """Yield views of this rank's shards; writing to them changes the model."""
         for name, parameter in self._divided().items():
             yield name, nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the divided parameters by name, including vocabulary padding."""
+        """Return the sharded parameters by name, including vocabulary padding."""
         return {name: parameter.detach() for name, parameter in self._divided().items()}
 
     def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Return the tensors of frozen shards; see ``SharesFrozen``. Empty on a CUDA device, where each
-        offload allocates its host memory again, and if FSDP keeps shards in host memory."""
+        """Return the tensors of frozen shards; see ``SharesFrozen``.
+
+        Empty on a CUDA device, where each offload allocates new host memory, and if FSDP keeps shards in host
+        memory.
+        """
         return {} if self.runtime.is_cuda or self.offloads else frozen_shards(self.model)
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -301,8 +304,8 @@ class DTensorBackend(HuggingFaceBackend):
 
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[Any]:
-        """Yield a model for generation. It has no sequence parallelism, because single positions cannot be
-        divided."""
+        """Yield a model for generation, without sequence parallelism, because a single position cannot be
+        split."""
         if (
             self._stays_whole
             and not self._sequence_parallel
@@ -316,8 +319,11 @@ class DTensorBackend(HuggingFaceBackend):
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[Any]:
-        """Yield a model in ``policy.precision`` with the present weights, divided only over tensor-parallel
-        ranks. On exit, the modules are kept because building them takes long, but their memory is freed."""
+        """Yield a model in ``policy.precision`` with the current weights, sharded only over tensor-parallel
+        ranks.
+
+        On exit its memory is freed, but the modules are kept, because building them takes long.
+        """
         if self._generating is None:
             self._generating = self._to_generate()
         model = self._generating
@@ -333,7 +339,7 @@ class DTensorBackend(HuggingFaceBackend):
             divided = {name: parameter for name, parameter in divided.items() if name in parameters}
             for name, part in gather_parts(divided, self._dtype, self.runtime.device, self._bucket_bytes):
                 own = parameters[name]
-                # Merge adapters for generation, which saves a product in every layer and step.
+                # Merge adapters for generation, which saves the adapters' matmuls in every layer and step.
                 part = part if self.adapters is None else self.adapters.merged(name, part, factors)
                 (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
             yield model
@@ -341,8 +347,8 @@ class DTensorBackend(HuggingFaceBackend):
             take_memory(model)
 
     def _to_generate(self) -> Any:
-        """Build the generating model on the meta device. Its buffers are those of training whatever the
-        parameters' precision, because rounding would change the rotary frequencies."""
+        """Build the generation model on the meta device. Its buffers keep the training model's precision,
+        because rounding would change the rotary frequencies."""
         model = self._undivided()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._dtype)

@@ -1,8 +1,8 @@
-"""The device mesh: data, context and tensor parallel ranks, and the process groups that the engine needs.
+"""The device mesh of data-, context- and tensor-parallel ranks, and the engine's process groups.
 
-For callers with their own training loop, ``context_parallel`` reduces buffers to this rank's part inside a
-block. It offers what ``torch.distributed.tensor.experimental.context_parallel`` does, with the engine's
-attention, which works on any device and with any tensor parallelism.
+For users with their own training loop, ``context_parallel`` splits buffers over the context-parallel ranks
+within a context. It corresponds to ``torch.distributed.tensor.experimental.context_parallel``, but uses the
+engine's attention, which works on any device and with tensor parallelism.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megarl.models.huggingface.attention import default_layout
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """Parts of the device mesh.
+    """Sub-meshes of the device mesh.
 
     Attributes:
-        sharding: mesh of the data and context parallel ranks as one dimension, over which ``fully_shard``
-            divides parameters and sums gradients.
-        context, tensor: meshes of the context-parallel and the tensor-parallel ranks.
-        groups: their process groups; the pipeline is a group of one rank.
+        sharding: data- and context-parallel ranks as one dimension, over which ``fully_shard`` shards
+            parameters and sums gradients.
+        context, tensor: the context-parallel and the tensor-parallel ranks.
+        groups: their process groups; the pipeline group has one rank.
     """
 
     sharding: DeviceMesh
@@ -42,16 +42,15 @@ class Meshes:
 
 
 def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = False) -> Meshes:
-    """Build the mesh over all ranks, with tensor parallelism as the fastest dimension, then context, then
-    data.
+    """Build the mesh over all ranks. Tensor parallelism is the fastest dimension, then context, then data.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
         context, tensor: sizes of these dimensions.
-        ring: context-parallel ranks pass keys and values around a ring instead of gathering them.
+        ring: context-parallel ranks send keys and values in a ring instead of all-gathering them.
 
     Raises:
-        ConfigError: the number of ranks is not a multiple of the ranks of one copy of the model.
+        ConfigError: the number of ranks is not a multiple of ``context * tensor``.
     """
     world, copy = dist.get_world_size(), context * tensor
     if world % copy:
@@ -60,7 +59,7 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
             f"multiple of {copy} ranks"
         )
     _forget_earlier_meshes()
-    # Include a pipeline dimension of 1, so that the groups have the form that the engine expects.
+    # The engine expects a pipeline group, so include a dimension of size 1.
     root = init_device_mesh(
         device_type, (1, world // copy, context, tensor), mesh_dim_names=("pp", "dp", "cp", "tp")
     )
@@ -71,22 +70,21 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
         pipeline=root["pp"].get_group(),
         ring=ring,
     )
-    # Divide weights over context-parallel ranks too, because these hold copies of them, and dividing saves
-    # memory.
+    # Shard weights over context-parallel ranks too, which would otherwise hold replicas.
     sharding: Any = root["dp", "cp"]._flatten("dp_cp")
     return Meshes(sharding, root["cp"], root["tp"], groups)
 
 
 def _forget_earlier_meshes() -> None:
-    """Clear DTensor's cache of sharding decisions. Its key is the mesh, and an equal earlier mesh may have
-    process groups that were destroyed."""
+    """Clear DTensor's cache of sharding decisions. It is keyed by mesh, and an equal earlier mesh may refer
+    to destroyed process groups."""
     clear = getattr(tensor_debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
 
 
-# torch's names: allgather puts all keys and values on every rank, and alltoall passes one rank's part after
-# another.
+# torch's names: allgather gathers all keys and values on every rank; alltoall passes the ranks' parts around
+# a ring.
 ROTATE_METHODS = (None, "allgather", "alltoall")
 
 
@@ -98,18 +96,19 @@ def context_parallel(
     no_restore: Collection[torch.Tensor] = (),
     rotate_method: str | None = None,
 ) -> Iterator[None]:
-    """Reduce every buffer to this rank's part inside the block, while the model's attention still sees whole
-    sequences.
+    """Within the context, shrink every buffer to this context-parallel rank's part, while the model's
+    attention still covers full sequences.
 
     Args:
         mesh: mesh of the context-parallel ranks.
-        buffers: token ids, position ids and any other tensors with a sequence dimension; changed in place.
-        dimensions: sequence dimension of each buffer; its length is a multiple of twice the number of ranks.
-        no_restore: buffers that may keep their part when the block ends.
+        buffers: token ids, position ids and other tensors with a sequence dimension; changed in place.
+        dimensions: sequence dimension of each buffer; its length must be a multiple of twice the number of
+            ranks.
+        no_restore: buffers that need not be restored on exit.
         rotate_method: one of ``ROTATE_METHODS``; ``alltoall`` is ring attention.
 
     Raises:
-        BatchError: buffers and dimensions differ in number, or a length cannot be divided.
+        BatchError: there are not as many dimensions as buffers, or a length cannot be split.
     """
     if len(buffers) != len(dimensions):
         raise BatchError(
@@ -128,7 +127,7 @@ def context_parallel(
         if size > 1
         else ContextShare()
     )
-    # Compare by identity, because == of tensors compares their elements.
+    # Compare by identity, because == on tensors compares elements.
     kept = set(map(id, no_restore))
     whole = [None if id(buffer) in kept else buffer.clone() for buffer in buffers]
     for buffer, dimension in zip(buffers, dimensions, strict=True):
@@ -145,6 +144,6 @@ def context_parallel(
 
 @torch.no_grad()
 def _replace(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    # Change the buffer in place, because the caller's own tensors have to become the parts.
+    # In place, because the caller's own tensors must shrink.
     buffer.resize_(value.shape)
     buffer.copy_(value)

@@ -1,5 +1,5 @@
-"""Divide a model that is still on the meta device: modules over tensor-parallel ranks, then parameters over
-data and context parallel ranks. Allocate memory for what this rank keeps, and control ``fully_shard`` during
+"""Shards a model on the meta device: modules over tensor-parallel ranks, then parameters over data- and
+context-parallel ranks. Also allocates memory for this rank's shards, and controls ``fully_shard`` during
 passes."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
     """Apply a tensor-parallel plan. A tied output layer stays tied.
 
     Raises:
-        ConfigError: the attention heads do not divide over the ranks.
+        ConfigError: the number of attention heads is not divisible by the number of ranks.
     """
     ranks, text = mesh.size(), model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -44,21 +44,21 @@ def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
                 f"{count}; write a divisor"
             )
     tied = is_tied(model)
-    # Pass None, so that nothing is broadcast, because the model has no values yet.
+    # None disables the broadcast, because the model has no values yet.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if tied:
         tie(model)
 
 
 def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool, pin: bool) -> None:
-    """Apply FSDP2 over ``mesh``, layer by layer. Gradients are summed over its ranks in float32, without
-    averaging.
+    """Apply FSDP2 over ``mesh``, layer by layer. Gradients are summed (not averaged) over its ranks in
+    float32.
 
-    Logits keep the dtype of the computation: loss heads convert them to float32 chunk by chunk, and
-    converting all of them would double the largest tensor.
+    Logits stay in the computation's dtype: loss heads convert them to float32 chunk by chunk, because
+    converting all at once would double the largest tensor.
 
     Args:
-        model: model on the meta device, whose parameters may be divided over tensor-parallel ranks.
+        model: model on the meta device; its parameters may already be sharded over tensor-parallel ranks.
         mesh: mesh with one dimension.
         dtype: dtype of parameters and activations in the computation.
         offload: keep parameters, gradients and optimizer state in host memory.
@@ -70,31 +70,30 @@ def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bo
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy(),
     }
-    # Shard the layers first: fully_shard of an outer module takes only parameters that no inner module has.
+    # Shard inner modules first: fully_shard of an outer module takes the parameters that are left.
     for layer in layers_of(model):
         fully_shard(layer, **options)
     if not is_tied(model):
-        # Leave a tied embedding in the group of the whole model, with the output layer, because a parameter
-        # has one group.
+        # A tied embedding stays in the root group, with the output layer, because a parameter can be in one
+        # group only.
         fully_shard(model.get_input_embeddings(), **options)
-    # Keep the remaining parameters (the last norm, the output layer, a tied embedding) gathered, because the
-    # backward pass needs them at its start.
+    # Keep the remaining parameters (last norm, output layer, tied embedding) gathered, because the backward
+    # pass starts with them.
     fully_shard(model, reshard_after_forward=False, **options)
     for module in sharded_modules(model):
-        # Sum instead of averaging, which is FSDP2's default, because losses are already divided by counts of
-        # the whole global batch.
+        # FSDP2 averages by default, but losses are already divided by counts over the whole global batch.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose parameters ``fully_shard`` gathers together."""
+    """Return the modules to which ``fully_shard`` was applied."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def frozen_shards(model: nn.Module) -> dict[str, Sequence[torch.Tensor]]:
-    """Return, by parameter name, the two tensors through which ``fully_shard`` refers to the storage of a
-    frozen parameter's shard: the one that it gathers from, and the local tensor of the parameter."""
+    """Return, by parameter name, the tensors through which ``fully_shard`` refers to a frozen parameter's
+    shard: the one that it gathers from, and the parameter's local tensor."""
     found: dict[str, Sequence[torch.Tensor]] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for module in sharded_modules(model):
@@ -115,11 +114,11 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
-    """Accumulate unreduced gradients over the micro-batches of a block. Yield a function to call before the
-    last micro-batch, whose pass then reduces all of them.
+    """Accumulate unreduced gradients over micro-batches within the context. Yield a function to call before
+    the last micro-batch, whose backward pass then reduces them.
 
     Args:
-        model: model with sharded modules; None if each micro-batch's gradients are reduced.
+        model: model with sharded modules; None to reduce the gradients of every micro-batch.
     """
     modules = [] if model is None else sharded_modules(model)
 
@@ -136,16 +135,15 @@ def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Let ``model`` compute on this rank's plain parameters inside the block, and move their gradients to the
-    divided parameters on exit.
+    """Within the context, run ``model`` on plain parameters that share this rank's memory; on exit, move
+    their gradients to the DTensors.
 
-    ``fully_shard`` divides parameters even over one rank, and its hooks copy every parameter before every
-    use. If stored parameters and the computation have the same dtype, modules can instead use plain
-    parameters that share the divided ones' memory, while the hooks are disabled.
+    ``fully_shard`` wraps parameters even on a single rank, where its hooks copy every parameter before every
+    use. If parameters are stored in the computation's dtype, modules can use plain parameters instead, with
+    the hooks disabled.
 
     Args:
-        model: model whose parameters ``fully_shard`` divides over one rank, and that satisfies
-            ``computes_locally`` if a plan was applied before.
+        model: model sharded over a single rank; if a plan was applied, it must satisfy ``computes_locally``.
     """
     places: list[tuple[nn.Module, str, Any]] = []
     # Use the parameter as the key, so that tied modules, which share one, still share one afterwards.
@@ -177,15 +175,16 @@ def _memory_of(parameter: DTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) -> None:
-    """Add a gradient of this rank to the gradient of a divided parameter.
+    """Add this rank's gradient to the gradient of a sharded parameter.
 
     Args:
-        parameter: divided parameter with any placement.
-        gradient: gradient with the shape of this rank's piece.
-        partial: each tensor-parallel rank holds the full parameter, but computed only a part of its gradient.
+        parameter: the sharded parameter, with any placement.
+        gradient: gradient with the shape of this rank's shard.
+        partial: the parameter is replicated over tensor-parallel ranks, each of which computed only a part of
+            the gradient.
     """
     if partial:
-        # Dimension 1 of the mesh has the tensor-parallel ranks.
+        # Mesh dimension 1 is tensor parallelism.
         dist.all_reduce(gradient, group=parameter.device_mesh.get_group(1))
     if isinstance(parameter.grad, DTensor):
         _memory_of(parameter.grad).add_(gradient)
@@ -198,7 +197,7 @@ def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) 
 
 @contextlib.contextmanager
 def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
-    """Disable the forward hooks of ``fully_shard`` inside the block."""
+    """Disable the forward hooks of ``fully_shard`` within the context."""
     kept: list[tuple[OrderedDict[int, Any], list[tuple[int, Any]]]] = []
     for module in sharded_modules(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
@@ -208,8 +207,8 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
                 for number, hook in hooks.items()
                 if getattr(hook, "__self__", None) is module._get_fsdp_state()
             ]
-            # Check the number of hooks: if one of fully_shard's hooks stayed, gradients would go to
-            # parameters that are never read.
+            # If one of fully_shard's hooks stayed active, gradients would go to parameters that are never
+            # read.
             assert len(own) == 1, (
                 f"fully_shard has {len(own)} hooks around {type(module).__name__}, expected one "
                 "before and one after it"
@@ -219,14 +218,14 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for hooks, all_of_them in kept:
-            # Restore the hooks as they were, because their order matters.
+            # Restore all hooks, because their order matters.
             hooks.clear()
             hooks.update(all_of_them)
 
 
 def give_memory(model: Any, device: torch.device) -> None:
-    """Replace parameters on the meta device by uninitialised memory for this rank's shards. Buffers keep
-    their values and move to ``device``."""
+    """Replace meta parameters by uninitialised memory for this rank's shards. Buffers keep their values and
+    move to ``device``."""
     _without_values(model, device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -234,8 +233,7 @@ def give_memory(model: Any, device: torch.device) -> None:
 
 
 def take_memory(model: Any) -> None:
-    """Move parameters back to the meta device, the reverse of ``give_memory``. Buffers stay where
-    they are."""
+    """Move parameters back to the meta device, the reverse of ``give_memory``. Buffers are not moved."""
     _without_values(model, torch.device("meta"))
 
 

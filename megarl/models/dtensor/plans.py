@@ -1,11 +1,10 @@
-"""Tensor-parallel plans: the style of each module of a model, from a built-in plan, the model's own, or a
+"""Tensor-parallel plans: the sharding style of each module, from a built-in plan, the model's own plan, or a
 user-defined one.
 
-Keys of a plan are module names, in which ``*`` stands for any single part of a name. With every plan,
-embedding and output layer are divided by vocabulary, so that no rank ever holds logits of the whole
-vocabulary; every rank holds a score layer in full, because it is small. Named styles compute on local tensors
-(``styles``), except ``sequence_parallel``, which is torch's. A user-defined plan may have any
-``ParallelStyle`` of torch.
+A plan's keys are module names in which ``*`` stands for one component of the name. In every plan, embedding
+and output layer are sharded over the vocabulary, so that no rank holds the logits of the whole vocabulary; a
+score layer is replicated, because it is small. Named styles compute on local tensors (``styles``), except
+``sequence_parallel``, which is torch's. A user-defined plan may contain any ``ParallelStyle``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": lambda: ColumnLinear(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowLinear(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
-    # Further names that transformers' own plans use.
+    # More names that occur in transformers' plans.
     "colwise_gather_output": lambda: ColumnLinear(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowLinear(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": NormOfParts,
@@ -51,7 +50,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def translate_parallel_style(style: str) -> ParallelStyle:
-    """Return the style that a plan of transformers names.
+    """Return the style with the given name in transformers' plans.
 
     Raises:
         AssertionError: ``style`` is not a string.
@@ -74,16 +73,16 @@ _FORMS = (
 
 
 def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -> Plan:
-    """Return the plan of a model: ``custom`` if given, else the built-in plan, else the model's own.
+    """Return a model's plan: ``custom`` if given, else the built-in plan, else transformers' plan.
 
     Args:
         model: a transformers model.
-        sequence_parallel: divide activations between the divided layers over the sequence.
+        sequence_parallel: shard activations over the sequence between the sharded layers.
         custom: user-defined plan; see ``custom_plan``.
 
     Raises:
-        ConfigError: there is no plan, or none with sequence parallelism; or a custom plan names unknown
-            modules, or no parameter.
+        ConfigError: there is no plan for the model or none with sequence parallelism; or a custom plan names
+            an unknown module, no parameter, or inconsistent styles (``_check_shared_inputs``).
     """
     name = model.config.get_text_config().model_type
     if custom is not None:
@@ -109,24 +108,24 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         )
     else:
         plan = model_plan(model)
-    # Drop entries that match no module, because a plan of ours names norms that not every model has.
+    # Drop entries that match no module: built-in plans name norms that only some models have.
     return _divide_vocabulary({key: style for key, style in plan.items() if _modules_of(key, model)}, model)
 
 
 def _of_scores(plan: Plan, model: Any) -> Plan:
-    """Return the plan with the output layer's style moved to the score layer if the model has one instead.
-    Critics and reward models thus use the policy's plan."""
+    """Move the output layer's style to the score layer if the model has one instead, so that critics and
+    reward models can use the policy's plan."""
     if model.get_output_embeddings() is not None or "lm_head" not in plan:
         return plan
     return {"score" if name == "lm_head" else name: style for name, style in plan.items()}
 
 
 def decoder_plan(*, sequence_parallel: bool) -> Plan:
-    """Return the plan for the layers that Llama, Mistral, Qwen2 and Qwen3 share.
+    """Return the built-in plan for the layers that Llama, Mistral, Qwen2 and Qwen3 share.
 
-    Each attention and MLP takes whole sequences and returns partial sums on every rank. Between them, every
-    rank holds all activations or, with sequence parallelism, a part of the sequence. Their input is gathered
-    once for all projections that read it, so that its gradient is reduced once.
+    Each attention and MLP takes full sequences, and each rank computes a partial sum of its output. Between
+    them activations are replicated or, with sequence parallelism, sharded over the sequence. The input is
+    gathered once for all projections that read it, so that its gradient is reduced once.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: Plan = {
@@ -148,10 +147,10 @@ def decoder_plan(*, sequence_parallel: bool) -> Plan:
 
 
 def model_plan(model: Any) -> Plan:
-    """Return the plan that transformers defines for a model, as style objects.
+    """Return transformers' plan for a model, as style objects.
 
     Raises:
-        ConfigError: there is none, or it has a style that is unknown here.
+        ConfigError: there is none, or it contains an unknown style.
     """
     named = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     if not named:
@@ -171,9 +170,12 @@ def model_plan(model: Any) -> Plan:
 
 
 def custom_plan(given: object) -> Plan:
-    """Return a user-defined plan from a dictionary, from the import path of one, or from that of a function
-    without arguments that returns one. Styles are torch's objects or the names of
-    ``translate_parallel_style``.
+    """Return a user-defined plan as a dict of style objects.
+
+    Args:
+        given: a dict from module names to styles, the import path of such a dict, or the import path of a
+            function without arguments that returns one. A style is a ``ParallelStyle`` or a name known to
+            ``translate_parallel_style``.
 
     Raises:
         ConfigError: the value is none of these.
@@ -209,8 +211,14 @@ def _imported(path: str) -> object:
 
 
 def _check_shared_inputs(plan: Plan) -> None:
-    """Raise ConfigError if a layer reduces its input's gradient although a module around it does so for all
-    its layers, which would reduce it twice; or if a layer relies on such a module and there is none."""
+    """Check that the gradient of each input is reduced exactly once.
+
+    A ``WholeInput`` module reduces it for all layers inside, which must therefore be
+    ``ColumnLinear(shared_input=True)``; elsewhere each layer must reduce it itself.
+
+    Raises:
+        ConfigError: the gradient would be reduced twice, or never.
+    """
     for name, style in plan.items():
         owner = next(
             (key for key, other in plan.items() if isinstance(other, WholeInput) and _is_below(name, key)),
@@ -231,7 +239,7 @@ def _check_shared_inputs(plan: Plan) -> None:
 
 
 def _is_below(name: str, key: str) -> bool:
-    """Return whether the modules of the plan's entry ``name`` are inside modules of its entry ``key``."""
+    """Return whether plan entry ``name`` matches modules inside those of plan entry ``key``."""
     inner, outer = name.split("."), key.split(".")
     return len(inner) > len(outer) and all(
         "*" in (one, other) or one == other for one, other in zip(inner, outer, strict=False)
@@ -239,14 +247,14 @@ def _is_below(name: str, key: str) -> bool:
 
 
 def _modules_of(key: str, model: Any) -> list[Any]:
-    """Return the modules that a plan's entry names."""
+    """Return the modules that match a plan entry."""
     pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
 def _divide_vocabulary(plan: Plan, model: Any) -> Plan:
-    """Return the plan with embedding and output layer divided by vocabulary, and with a score layer in full
-    on every rank. The layout of the activations next to these layers is kept."""
+    """Return the plan with embedding and output layer sharded over the vocabulary, and a score layer
+    replicated. The activation layouts at these layers are kept."""
     output = model.get_output_embeddings()
     embedding, head = (
         _name_of(model, model.get_input_embeddings()),

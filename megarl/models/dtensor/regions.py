@@ -1,9 +1,9 @@
-"""Boundaries between regions that all tensor-parallel ranks compute identically and regions where each
-computes a part; each boundary is one collective.
+"""Autograd collectives at the boundaries between replicated computation (identical on all tensor-parallel
+ranks) and split computation (each rank computes a part).
 
-A boundary changes how an activation is distributed over the ranks: ``Replicate()`` (every rank holds all of
-it), ``Shard(dimension)`` (equal parts along one dimension, in rank order), or partial sums. Its backward pass
-changes the gradient the other way.
+Each boundary changes the layout of an activation: ``Replicate()`` (full on every rank), ``Shard(dimension)``
+(equal parts along a dimension, in rank order), or partial sums. The backward pass changes the gradient's
+layout the other way.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _Change = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
 
 
 def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the full activation on every rank, for a computation of which each rank does a part. The
-    backward pass sums the gradients over the ranks.
+    """Return the full activation on every rank as input of a split computation. The backward pass sums the
+    gradients over the ranks.
 
     Args:
-        activation: activation distributed as ``layout``.
+        activation: activation in layout ``layout``.
         layout: ``Replicate()`` or ``Shard(dimension)``.
-        group: the tensor-parallel ranks.
+        group: the tensor-parallel group.
     """
     if isinstance(layout, Shard):
         return _applied(_AlongDimension, activation, _gather, _scatter_sum, layout.dim, group)
@@ -33,7 +33,7 @@ def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGr
 
 
 def sum_of_parts(parts: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of ``parts`` over the ranks, distributed as ``layout``: ``Replicate()`` or
+    """Return the sum of ``parts`` over the ranks in layout ``layout``: ``Replicate()`` or
     ``Shard(dimension)``. The memory of ``parts`` may be overwritten."""
     if isinstance(layout, Shard):
         return _applied(_AlongDimension, parts, _scatter_sum, _gather, layout.dim, group)
@@ -41,13 +41,14 @@ def sum_of_parts(parts: torch.Tensor, layout: Placement, group: dist.ProcessGrou
 
 
 def own_run(activation: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part, along ``dimension``, of an activation that every rank holds."""
+    """Return this rank's part, along ``dimension``, of a replicated activation. The backward pass all-gathers
+    the gradient."""
     return _applied(_AlongDimension, activation, _run_of, _gather, dimension, group)
 
 
 def from_runs(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather an activation from all ranks' parts along ``dimension``, for a computation that every rank does
-    identically."""
+    """All-gather the ranks' parts of an activation along ``dimension``, as input of a replicated computation.
+    The backward pass keeps this rank's part of the gradient."""
     return _applied(_AlongDimension, run, _gather, _run_of, dimension, group)
 
 
@@ -73,18 +74,18 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         whole = parts.contiguous()
         if whole is parts:
-            # Report to autograd that the sum is written into the argument.
+            # Tell autograd that the all-reduce writes into the argument.
             ctx.mark_dirty(parts)
         return _add_up(whole, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Every rank does the same computation with the sum, so that each one already has the full gradient.
+        # The computation after the sum is replicated, so each rank already has the full gradient.
         return gradient, None
 
 
 class _AlongDimension(torch.autograd.Function):
-    """A change of distribution along one dimension, whose backward pass is the adjoint change."""
+    """A layout change along one dimension, whose backward pass is the adjoint change."""
 
     @staticmethod
     def forward(
@@ -104,7 +105,7 @@ class _AlongDimension(torch.autograd.Function):
 
 
 def _add_up(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum ``parts`` over the ranks in place, and return it."""
+    """All-reduce ``parts`` in place and return it."""
     dist.all_reduce(parts, group=group)
     return parts
 
@@ -113,7 +114,7 @@ def _gather(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torc
     ranks = group.size()
     whole = run.new_empty(ranks * run.shape[0], *run.shape[1:])
     dist.all_gather_into_tensor(whole, run.contiguous(), group=group)
-    # The collective concatenates the ranks' parts along the first dimension.
+    # The collective concatenates along the first dimension; reorder for others.
     return whole if dimension == 0 else torch.cat(whole.chunk(ranks), dim=dimension)
 
 

@@ -1,13 +1,12 @@
-"""Shards of a divided model: the position of this rank's piece in the full tensor, and the storage of the
-pieces in checkpoints.
+"""Shards of a model: a rank's position in each parameter, and the layout of parameters in checkpoints.
 
-A parameter is divided twice: over tensor-parallel ranks into equal parts along one dimension (or not at all),
-and each part over the data and context parallel ranks by rows. The latter follows ``torch.chunk``, so that
-the last pieces may be shorter or empty. Both divisions together give a block.
+A parameter is sharded twice: over tensor-parallel ranks into equal parts along one dimension (or not at all),
+then each part over data- and context-parallel ranks by rows. The row split follows ``torch.chunk``, so the
+last shards may be shorter or empty. A rank's shard after both splits is called a block.
 
-In a checkpoint every tensor, including optimizer state, has its true shape (without vocabulary padding) and
-is divided by rows over all ranks, so that any layout, and the other torch backend, can read it. One tensor at
-a time is gathered and divided again.
+In a checkpoint every tensor, including optimizer state, has its true shape (no vocabulary padding) and is
+sharded by rows over all ranks, so that any layout and the other torch backend can read it. Tensors are
+gathered and sharded again one at a time.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from megarl.models.huggingface.mover import move_model
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Position of this rank's piece in a parameter.
+    """Position of a rank's shard in a parameter.
 
     Attributes:
         shape: shape of the full parameter, including vocabulary padding.
-        tensor_dimension: dimension that is divided over tensor-parallel ranks; None if each of them holds all
-            of it.
-        tensor_rank, tensor_size: index of this rank among the tensor-parallel ranks, and their number.
-        sharding_rank, sharding_size: index of this rank's rows among those of all sharding ranks, and their
-            number.
+        tensor_dimension: dimension that is split over tensor-parallel ranks; None if the parameter is
+            replicated on them.
+        tensor_rank, tensor_size: rank in the tensor-parallel group, and its size.
+        sharding_rank, sharding_size: rank among the data- and context-parallel ranks over which rows are
+            sharded, and their number.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +54,7 @@ class Block:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's part."""
+        """Shape of the part that belongs to one tensor-parallel rank."""
         sizes = list(self.shape)
         if self.tensor_dimension is not None:
             sizes[self.tensor_dimension] //= self.tensor_size
@@ -63,12 +62,12 @@ class Block:
 
     @property
     def run(self) -> int:
-        """Rows of a full-sized piece."""
+        """Number of rows of a full-sized shard."""
         return -(-self.part[0] // self.sharding_size)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """First row (inclusive) and last row (exclusive) of this rank's piece in the tensor-parallel part."""
+        """First row (inclusive) and last row (exclusive) of this block in the tensor-parallel part."""
         first = min(self.sharding_rank * self.run, self.part[0])
         return first, min(first + self.run, self.part[0])
 
@@ -87,8 +86,12 @@ class Block:
 
 
 def block_of(parameter: DTensor) -> Block:
-    """Return the block of a parameter that ``fully_shard`` has divided, possibly after a tensor-parallel
-    plan."""
+    """Return this rank's block of a parameter sharded by ``fully_shard``, possibly after a tensor-parallel
+    plan.
+
+    Raises:
+        ValueError: the parameter cannot be split equally over the tensor-parallel ranks.
+    """
     mesh, placements = parameter.device_mesh, parameter.placements
     tensor_dimension, tensor_rank, tensor_size = None, 0, 1
     if mesh.ndim == 2:
@@ -112,8 +115,8 @@ def block_of(parameter: DTensor) -> Block:
 
 @torch.no_grad()
 def read_block(parameter: DTensor, source: HuggingFaceSource, name: str) -> None:
-    """Fill this rank's piece from a checkpoint, reading only that piece. Rows of vocabulary padding become
-    zero."""
+    """Load this rank's shard of a parameter from a checkpoint, reading only that slice. Vocabulary padding
+    becomes zero."""
     block, true_rows = block_of(parameter), source.shape(name)[0]
     rows, *others = block.slices
     wanted = slice(min(rows.start, true_rows), min(rows.stop, true_rows))
@@ -122,15 +125,14 @@ def read_block(parameter: DTensor, source: HuggingFaceSource, name: str) -> None
 
 @torch.no_grad()
 def write_block(parameter: DTensor, whole: torch.Tensor) -> None:
-    """Fill this rank's piece from a full tensor without vocabulary padding."""
+    """Copy this rank's shard from a full tensor without vocabulary padding."""
     _fill(parameter, whole[block_of(parameter).slices])
 
 
 def _fill(parameter: DTensor, values: torch.Tensor) -> None:
     local = parameter.to_local()
     local[: values.shape[0]].copy_(values)
-    # Fill the padding of the vocabulary with zeros: it is never sampled, but takes part in products, in which
-    # a NaN would spread.
+    # Zero the vocabulary padding: it is never sampled, but takes part in matmuls, where a NaN would spread.
     local[values.shape[0] :].zero_()
 
 
@@ -148,7 +150,7 @@ def gather_parts(
     ranks = next(iter(blocks.values())).sharding_size
     for names in in_buckets(blocks, lambda name: spaces[name] * ranks * dtype.itemsize, bucket_bytes):
         widths = [spaces[name] for name in names]
-        # Start with zeros, because pieces may be shorter than their space, and the rest is sent too.
+        # Zeros, because the row may be longer than a shard, and all of it is sent.
         row = torch.zeros(sum(widths), dtype=dtype, device=device)
         for name, space in zip(names, row.split(widths), strict=True):
             piece = parameters[name].to_local().flatten()
@@ -161,12 +163,12 @@ def gather_parts(
 
 @torch.no_grad()
 def gather(parameter: DTensor, device: torch.device, rows: int | None = None) -> torch.Tensor:
-    """Return the full parameter on every rank, gathered from all pieces without rounding.
+    """Return the full parameter on every rank, gathered without rounding. Collective over all ranks.
 
     Args:
-        parameter: divided parameter.
+        parameter: the sharded parameter.
         device: device for collectives.
-        rows: number of rows to keep; the rest is vocabulary padding.
+        rows: number of rows to return, to drop vocabulary padding; None for all.
     """
     [(_, part)] = gather_parts({"": parameter}, parameter.dtype, device, 0)
     dimension = block_of(parameter).tensor_dimension
@@ -176,7 +178,7 @@ def gather(parameter: DTensor, device: torch.device, rows: int | None = None) ->
 
 
 def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Gather a tensor of the same shape from all ranks of ``group`` (None for all ranks), as [ranks, ...]."""
+    """All-gather tensors of one shape from ``group`` (None for all ranks), stacked as [ranks, ...]."""
     ranks = dist.get_world_size(group)
     whole = torch.empty(ranks * part.shape[0], *part.shape[1:], dtype=part.dtype, device=part.device)
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
@@ -184,12 +186,12 @@ def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
 
 
 class DividedParameters:
-    """``ParameterStore`` of a model that ``fully_shard`` has divided.
+    """``ParameterStore`` for a model sharded by ``fully_shard``.
 
     Args:
         model: model with the parameters.
-        parameters: divided parameters by name.
-        rows: number of rows of each, without vocabulary padding.
+        parameters: sharded parameters by name.
+        rows: number of rows of each parameter, without vocabulary padding.
         device: device of the model and for collectives.
     """
 
@@ -197,7 +199,7 @@ class DividedParameters:
         self, model: Any, parameters: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device
     ) -> None:
         self._model, self._parameters, self._rows, self._device = model, parameters, rows, device
-        # Create no process groups, because nothing is ever sent over this mesh.
+        # No process groups, because nothing is ever sent over this mesh.
         self._mesh = DeviceMesh(
             "cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("world",), _init_backend=False
         )
@@ -207,16 +209,18 @@ class DividedParameters:
         move_model(self._model, self._device if place == "device" else torch.device("cpu"))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's even share of each parameter; see ``ParameterStore``."""
+        """Return each parameter as a DTensor sharded evenly by rows over all ranks; see
+        ``ParameterStore``."""
         return {name: self._cut(name, parameter) for name, parameter in self._parameters.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Write a filled ``state`` into the parameters; see ``ParameterStore``."""
+        """Copy a loaded ``state`` into the parameters; see ``ParameterStore``."""
         for name, parameter in self._parameters.items():
             write_block(parameter, self._whole(state[name]))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Return optimizer state with this rank's even share of divided tensors; see ``ParameterStore``."""
+        """Return the optimizer state, with sharded tensors evenly split by rows over all ranks; see
+        ``ParameterStore``."""
         return _with_tensors(named_optimizer_state(optimizer, self._named()), self._cut)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: OptimizerState) -> None:
@@ -230,15 +234,15 @@ class DividedParameters:
         return self._share_of(gather(tensor, self._device, self._rows[name]))
 
     def _divided(self, name: str, share: DTensor) -> torch.Tensor:
-        """Return a tensor with a parameter's shape and division, built from all ranks' even shares."""
+        """Build a tensor with a parameter's shape and sharding from all ranks' even row shards."""
         tensor = cast(DTensor, torch.zeros_like(self._parameters[name].detach(), dtype=share.dtype))
         write_block(tensor, self._whole(share))
         return tensor
 
     def _share_of(self, whole: torch.Tensor) -> DTensor:
         first, last = self._range(whole.shape[0])
-        # Keep the shares in host memory, because the device has no room for the checkpoint's tensors all
-        # together.
+        # Keep the shards in host memory, because the device cannot hold a checkpoint in addition to the
+        # model.
         local = whole[first:last].to("cpu", copy=True)
         return DTensor.from_local(
             local,

@@ -1,10 +1,10 @@
-"""Tensor-parallel styles that compute on local tensors.
+"""Tensor-parallel styles that compute on local tensors instead of DTensors.
 
-Parameters and their gradients are DTensors, for ``fully_shard``, checkpoints and refits. In between, a module
-uses its rank's local part of each and computes with plain torch operations, with a boundary of ``regions``
-before or after. torch's own styles send every operation through DTensor's dispatch, which costs more than a
-small operation itself. A plan may mix both kinds: DTensors from torch's styles are accepted. If nothing else
-divides the parameters, modules may have plain ones instead (``whole_parameters``).
+Parameters and their gradients are DTensors, which ``fully_shard``, checkpoints and refits need. A module's
+forward pass uses its rank's local shards and plain torch operations, with a collective of ``regions`` before
+or after. torch's own styles send every operation through DTensor's dispatch, which costs more than a small
+operation itself. A plan may mix both kinds: inputs from torch's styles may be DTensors. Modules also accept
+plain parameters (``whole_parameters``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megarl.models.engine.output_layer import answer_requests
 
 
 class VocabularyEmbedding(ParallelStyle):
-    """Style for an embedding of which each rank holds consecutive rows.
+    """Style for an embedding that is sharded by rows of the vocabulary.
 
-    torch's own row-wise embedding allocates a gradient for the whole vocabulary on every rank; here each rank
-    allocates one for its own rows.
+    torch's row-wise embedding allocates a gradient for the whole vocabulary on every rank; here a rank
+    allocates only its own rows.
 
     Args:
         output_layouts: ``Replicate()``, or ``Shard(1)`` for sequence parallelism.
@@ -46,14 +46,14 @@ class VocabularyEmbedding(ParallelStyle):
         if isinstance(module, AdaptedEmbedding):
             _divide(module, "lora_A", device_mesh, Shard(0))
             _divide(module, "lora_B", device_mesh, Replicate())
-        # If each rank has a part of the output, it computes only a part of the gradient of an adapter's B.
+        # If the output is sharded, a rank computes only a partial gradient of an adapter's B.
         parts = frozenset() if layout.is_replicate() else frozenset({"lora_B"})
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             weight = _local(module.weight)
             local = ids - group.rank() * weight.shape[0]
             mine = (local >= 0) & (local < weight.shape[0])
-            # Look up row 0 for tokens of other ranks, and multiply it by 0, which also zeroes its gradient.
+            # For tokens of other ranks look up row 0 and multiply it by 0, which zeroes its gradient too.
             places = local.where(mine, torch.zeros_like(local))
             rows = sum_of_parts(F.embedding(places, weight) * mine[..., None], layout, group)
             if not isinstance(module, AdaptedEmbedding) or not module.switch.is_on:
@@ -67,10 +67,11 @@ class VocabularyEmbedding(ParallelStyle):
 
 class WholeInput(ParallelStyle):
     """Style for an attention or MLP module whose input is gathered once for all
-    ``ColumnLinear(shared_input=True)`` in it, so that the input's gradient is also reduced once.
+    ``ColumnLinear(shared_input=True)`` layers in it, so that the input's gradient is also reduced only
+    once.
 
     Args:
-        layout: layout of the input, which is the first argument or ``hidden_states``: ``Replicate()`` or
+        layout: layout of the input (the first argument, or ``hidden_states``): ``Replicate()`` or
             ``Shard(dimension)``.
     """
 
@@ -90,19 +91,19 @@ class WholeInput(ParallelStyle):
                 return (_whole(inputs[0], self.layout, group), *inputs[1:]), keywords
             return inputs, {**keywords, self.KEYWORD: _whole(keywords[self.KEYWORD], self.layout, group)}
 
-        # Look in both, because transformers' models pass hidden states by name or by position.
+        # transformers' models pass hidden states by position or by name.
         module.register_forward_pre_hook(bring_together, with_kwargs=True)
         return module
 
 
 class ColumnLinear(ColwiseParallel):
-    """Style for a linear layer of which each rank computes some output features. Anything but plain linear
-    layers gets torch's style.
+    """Style for a linear layer that is sharded by output features. Modules that are not plain linear layers
+    get torch's style.
 
     Args:
-        input_layouts: ``Replicate()`` or ``Shard(dimension)``; the layer sees its whole input.
+        input_layouts: ``Replicate()`` or ``Shard(dimension)``; the layer gathers its full input.
         output_layouts: ``Shard(-1)``, or ``Replicate()`` to gather the output.
-        shared_input: the input comes through a ``WholeInput`` around the layer.
+        shared_input: an enclosing ``WholeInput`` has already gathered the input.
     """
 
     def __init__(
@@ -119,8 +120,8 @@ class ColumnLinear(ColwiseParallel):
         before, after = self.input_layouts[0], self.output_layouts[0]
         if not _is_linear(module) or not (after.is_replicate() or after == Shard(-1)):
             return super()._apply(module, device_mesh)
-        # An adapter's B is divided like the weight. Every rank holds A in full, and computes the part of A's
-        # gradient that comes from its rows of B.
+        # An adapter's B is sharded like the weight. A is replicated, and each rank computes the partial
+        # gradient of A from its rows of B.
         parts = frozenset({"lora_A"}) if isinstance(module, AdaptedLinear) else frozenset()
         for name, _ in list(module.named_parameters(recurse=False)):
             _divide(module, name, device_mesh, Replicate() if name in parts else Shard(0))
@@ -143,8 +144,8 @@ class ColumnLinear(ColwiseParallel):
 
 
 class OutputLayer(ColumnLinear):
-    """Style for a model's output layer, of which each rank holds a part of the vocabulary, and which answers
-    requests (``engine.output_layer``).
+    """Style for a model's output layer, sharded over the vocabulary, that serves output requests
+    (``engine.output_layer``).
 
     Args:
         input_layouts: ``Replicate()`` or ``Shard(dimension)``.
@@ -169,11 +170,11 @@ class OutputLayer(ColumnLinear):
 
 
 class ScoreLayer(ParallelStyle):
-    """Style for a score layer that every rank holds in full, and whose full output every rank gets.
+    """Style for a replicated score layer, whose full output every rank gets.
 
     Args:
-        input_layouts: ``Replicate()``; or ``Shard(1)``, with which each rank computes the output for its part
-            of the sequence, and a part of the weight's gradient.
+        input_layouts: ``Replicate()``, or ``Shard(1)`` for sequence parallelism: each rank then computes the
+            scores of its part of the sequence, and a partial gradient of the weight.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
@@ -196,11 +197,11 @@ class ScoreLayer(ParallelStyle):
 
 
 class RowLinear(RowwiseParallel):
-    """Style for a linear layer of which each rank takes some input features. Anything but plain linear layers
-    gets torch's style.
+    """Style for a linear layer that is sharded by input features. Modules that are not plain linear layers
+    get torch's style.
 
     Args:
-        input_layouts: ``Shard(-1)``, or ``Replicate()`` if each rank selects its features from the full
+        input_layouts: ``Shard(-1)``, or ``Replicate()`` if the layer must select its features from the full
             input.
         output_layouts: ``Replicate()`` or ``Shard(dimension)``.
     """
@@ -223,13 +224,12 @@ class RowLinear(RowwiseParallel):
             _divide(module, "lora_A", device_mesh, Shard(1))
             _divide(module, "lora_B", device_mesh, Replicate())
 
-        # If each rank has a part of the output, it computes only a part of the gradients of the bias and of
-        # an adapter's B.
+        # If the output is sharded, a rank computes only partial gradients of the bias and of an adapter's B.
         parts = frozenset() if after.is_replicate() else frozenset({"bias", "lora_B"})
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             features = _features(inputs, before, group)
-            # Add the bias after the sum: if each rank added it before, it would count once for each rank.
+            # Add the bias after the sum, so that it counts once, not once per rank.
             output = sum_of_parts(F.linear(features, _local(module.weight)), after, group)
             if isinstance(module, AdaptedLinear):
                 up = _local(module.lora_B, partial="lora_B" in parts)
@@ -246,9 +246,9 @@ class RowLinear(RowwiseParallel):
 
 
 class NormOfParts(ParallelStyle):
-    """Style for a norm, or another module with full parameters on every rank, of which each rank computes a
-    part of the output: for some of the heads in [n, t, H, D], or for a part of the sequence. The gradients of
-    its parameters are summed over the ranks."""
+    """Style for a norm, or another module with replicated parameters, of which each rank computes a part of
+    the output: some of the heads in [n, t, H, D], or a part of the sequence. Gradients of its parameters are
+    summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = frozenset(dict(module.named_parameters(recurse=False)))
@@ -257,8 +257,7 @@ class NormOfParts(ParallelStyle):
         plain = module.forward
 
         def forward(*inputs: Any, **keywords: Any) -> Any:
-            # Replace the norm's attributes by local tensors during the call, because its own forward reads
-            # them.
+            # The norm's own forward reads its attributes, so replace them by local tensors during the call.
             present = dict(module._parameters)
             try:
                 module._parameters.update(
@@ -273,19 +272,18 @@ class NormOfParts(ParallelStyle):
 
 def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     parameter = module.get_parameter(name)
-    # Pass None, so that no rank broadcasts, because the model has no values yet.
+    # None disables the broadcast, because the model has no values yet.
     divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-    # Register it under the same name, by which checkpoints and refits identify it.
+    # Keep the name, by which checkpoints and refits identify the parameter.
     module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
-# Attribute of a module with the names of parameters of whose gradients each rank computes only a part.
+# Module attribute with the names of replicated parameters whose gradients are partial on each rank.
 _PARTS = "names_of_partial_gradients"
 
 
 def finds_part(module: nn.Module, name: str) -> bool:
-    """Return whether each rank computes only a part of the gradient of a parameter that all ranks hold in
-    full."""
+    """Return whether each rank computes only a partial gradient of a replicated parameter."""
     return name in getattr(module, _PARTS, ())
 
 
@@ -302,16 +300,16 @@ def computes_locally(model: nn.Module) -> bool:
 def _computing(
     module: nn.Module, forward: Callable[..., Any], parts: frozenset[str] = frozenset()
 ) -> nn.Module:
-    """Replace a module's forward pass and return the module. ``parts`` are its parameters of whose gradients
-    each rank computes a part."""
-    # Use setattr, because mypy does not allow assigning to a method.
+    """Replace a module's forward method and return the module. ``parts`` names its parameters with partial
+    gradients on each rank."""
+    # setattr, because mypy does not allow assigning to a method.
     setattr(module, "forward", forward)  # noqa: B010
     setattr(module, _PARTS, parts)
     return module
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # Compare the forward methods: a subclass that computes differently uses torch's style.
+    # A subclass with its own forward method gets torch's style.
     return isinstance(module, nn.Linear) and type(module).forward in (
         nn.Linear.forward,
         AdaptedLinear.forward,
@@ -319,8 +317,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _local(parameter: Any, *, partial: bool = False) -> Any:
-    """Return this rank's part of a divided parameter; anything else, such as None, is returned unchanged.
-    With ``partial``, each rank computes a part of the gradient of a full parameter."""
+    """Return this rank's shard of a DTensor; return anything else, such as None, unchanged. ``partial`` marks
+    a replicated parameter whose gradient is partial on each rank."""
     if not isinstance(parameter, DTensor):
         return parameter
     # Declare the gradient as partial, so that DTensor sums it over the ranks instead of using one rank's.
@@ -328,7 +326,8 @@ def _local(parameter: Any, *, partial: bool = False) -> Any:
 
 
 def _whole(inputs: Any, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the full input, of which this rank processes a part. The layout of a DTensor is its own."""
+    """Return the full input for a layer that computes a part of the output. For a DTensor its own layout is
+    used instead of ``layout``."""
     if isinstance(inputs, DTensor):
         return inputs.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return for_parts(inputs, layout, group)

@@ -1,6 +1,6 @@
-"""Full tensors of a divided model's weights, as a stream for exports and refits.
+"""Streams the full tensors of a sharded model's weights for exports and refits.
 
-Consecutive parameters are gathered together from all ranks, already in the exported dtype. While one bucket
+Consecutive parameters are converted to the exported dtype and gathered together in buckets. While one bucket
 is unpacked, the next is in flight.
 """
 
@@ -32,9 +32,9 @@ class _Bucket:
 
     Attributes:
         names: names of the parameters.
-        spaces: number of elements of each in a rank's row: the most that any rank sends.
-        sent: slice of each of this rank's pieces that it sends.
-        unshard_plan: plan to unpack the rows of all ranks.
+        spaces: for each parameter, the elements reserved in a rank's row: the most that any rank sends.
+        sent: for each parameter, the slice of this rank's flattened shard that it sends.
+        unshard_plan: plan that builds the full tensors from the rows of all ranks.
     """
 
     names: tuple[str, ...]
@@ -51,37 +51,37 @@ def _set_out(
     device: torch.device,
     spare: SpareMemory,
 ) -> InFlightBucket:
-    """Start the gather of a bucket from all ranks.
+    """Start the all-gather of a bucket.
 
     Args:
-        bucket: bucket to gather.
-        pieces: this rank's pieces by parameter name; the mapping may compute a piece on access.
-        dtype: dtype to send them in.
+        bucket: the bucket.
+        pieces: this rank's shards by parameter name; the mapping may compute a shard on access.
+        dtype: dtype of the sent elements.
         device: device for collectives.
-        spare: memory for the bucket.
+        spare: provides memory for the bucket.
     """
     ranks, length = dist.get_world_size(), sum(bucket.spaces)
     rows = spare.empty(ranks * length, dtype, device).view(ranks, length)
     own = rows[dist.get_rank()]
     for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
         piece = pieces[name].flatten()[sent]
-        # Round to the export's dtype here, which halves the amount that is sent.
+        # Convert to the exported dtype before sending, which halves the traffic for 16-bit exports.
         space[: len(piece)].copy_(piece)
     pending = dist.all_gather_into_tensor(rows.view(-1), own, async_op=True) if len(rows) > 1 else None
     return InFlightBucket(bucket.unshard_plan, rows, pending, spare)
 
 
 class WeightStream:
-    """A repeatable stream of all full weights of a model.
+    """A stream of all full weights of a model, which can be read any number of times.
 
     Args:
-        order: names of the parameters.
+        order: names of the parameters, in the order of the stream.
         rows: number of rows of every parameter, without vocabulary padding.
         dtype: dtype of the streamed tensors.
         device: device for collectives.
-        bucket_bytes: bytes that are gathered together from all ranks, unless a single parameter takes more.
-        tensor_rank, tensor_size: index and number of the tensor-parallel ranks, which are the fastest
-            dimension in the order of all ranks.
+        bucket_bytes: maximum bytes gathered together from all ranks, unless a single parameter is larger.
+        tensor_rank, tensor_size: rank in the tensor-parallel group and its size. Tensor-parallel ranks are
+            adjacent in the global rank order.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class WeightStream:
         self._buckets: list[_Bucket] | None = None
 
     def of(self, divided: Mapping[str, DTensor], pieces: Mapping[str, torch.Tensor]) -> GatherStream:
-        """Return the stream of names and full tensors on this rank's device. A collective: all ranks take the
-        same number.
+        """Return the stream of names and full tensors on this rank's device. Collective: all ranks must read
+        the same number of tensors.
 
         Args:
-            divided: the present parameters by name, divided as in the first call.
-            pieces: the pieces of them that are sent.
+            divided: the current parameters by name, sharded as in the first call.
+            pieces: this rank's shards to send, by name.
         """
         return GatherStream(self._arrivals(divided, pieces, SpareMemory()))
 
@@ -122,8 +122,8 @@ class WeightStream:
             yield _set_out(bucket, pieces, self._dtype, self._device, spare)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
-        # Set the tensor ranks here: a DTensor does not show them for parameters that a tensor-parallel plan
-        # leaves whole on all its ranks.
+        # Set the tensor-parallel rank here: a DTensor does not have it for parameters that the plan leaves
+        # replicated.
         rank, size = self._tensor_rank, self._tensor_size
         blocks = {
             name: replace(block_of(divided[name]), tensor_rank=rank, tensor_size=size) for name in self._order
@@ -153,19 +153,19 @@ class WeightStream:
 
 
 def _space(block: Block) -> int:
-    """Return the maximum number of elements of a parameter that one rank sends."""
+    """Return the maximum number of elements of a parameter that any rank sends."""
     largest = block.run * math.prod(block.part[1:])
     return largest if block.tensor_dimension is not None else -(-largest // block.tensor_size)
 
 
 def _sent(block: Block) -> slice:
-    """Return the slice of its block that a rank sends: all of it, or a share if tensor-parallel ranks hold
-    the same block."""
+    """Return the slice of its flattened block that a rank sends: all of it, or a part if the block is
+    replicated on tensor-parallel ranks."""
     first, last = block.rows
     count = (last - first) * math.prod(block.part[1:])
     if block.tensor_dimension is not None:
         return slice(0, count)
-    # Ranks with the same block send a share each, so that nothing is sent twice.
+    # Ranks with the same block divide it among themselves, so that nothing is sent twice.
     begin = min(block.tensor_rank * _space(block), count)
     return slice(begin, min(begin + _space(block), count))
 
@@ -178,11 +178,12 @@ def _of_all_ranks(block: Block) -> Iterator[Block]:
 
 
 def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
-    """Return the copy of the elements that a rank sends, found at ``begin``, into a full tensor of ``shape``,
-    which may have fewer rows; None if there is nothing to copy."""
+    """Return the copy of a rank's sent elements, which begin at ``begin``, into a full tensor of ``shape``;
+    None if there is nothing to copy. ``shape`` may have fewer rows than the parameter (no vocabulary
+    padding)."""
     strides = strides_of(shape)
     target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
-    if block.tensor_dimension is None:  # Whole rows are one run of elements.
+    if block.tensor_dimension is None:  # Full rows are contiguous.
         sent = _sent(block)
         count = min(target + sent.stop, math.prod(shape)) - (target + sent.start)
         return Copy.run_of(count, begin, target + sent.start) if count > 0 else None

@@ -1,4 +1,4 @@
-"""The FSDP1 backend: an implementation of the engine's ``Backend`` protocol on a transformers model in
+"""The FSDP1 backend: the engine's ``Backend`` protocol on a transformers model in
 FullyShardedDataParallel."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.models.huggingface.sending_order import in_sending_order
 
 logger = logging.getLogger(__name__)
 PRECISIONS = frozenset({"float32", "bfloat16"})
-# A step of these uses a whole matrix, of which an FSDP1 rank holds a flat piece.
+# Optimizers whose step needs full matrices, of which an FSDP1 rank holds only a flat shard.
 NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon"})
 
 
@@ -50,12 +50,12 @@ class FSDP1Backend(HuggingFaceBackend):
         policy, runtime = self.policy, self.runtime
         model = build_on_meta(self.hf_config, scores=scores(policy), trust_remote_code=self._trusts)
         if policy["activation_checkpointing_enabled"]:
-            # Do this before FSDP wraps the layers, so that their parameters are gathered once for both the
-            # pass and the recomputation.
+            # Before FSDP wraps the layers, so that parameters are gathered once for both the backward pass
+            # and the recomputation.
             recompute_layers(model)
         answer_requests(model.get_output_embeddings())
         fill = Filler(model, source, runtime.device, self._kept_dtype)
-        # Store the dimensions: FSDP1 flattens parameters, after which nothing shows whether one was a vector.
+        # FSDP1 flattens parameters, so remember which ones are vectors.
         self._dimensions: Mapping[str, int] = {name: len(place.shape) for name, place in fill.held.items()}
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
         self.shapes = Shapes(row_multiple=policy["make_sequence_length_divisible_by"])
@@ -104,27 +104,29 @@ class FSDP1Backend(HuggingFaceBackend):
 
     @property
     def gathered_bytes(self) -> int:
-        """Always 0, for no bound: a layer is gathered whatever its size."""
+        """Always 0, meaning no bound: a layer is gathered whatever its size."""
         return 0
 
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[nn.Module]:
-        """Yield the model itself on a single rank, otherwise a plain transformers model with the present
-        weights. On exit, the plain model's modules are kept because building them takes long, but its weights
-        are freed."""
+        """Yield a model with the current weights: the model itself on a single rank, else an unsharded
+        copy.
+
+        On exit the copy's weights are freed, but its modules are kept, because building them takes long.
+        """
         if isinstance(self.model, FullModel):
             self.model.before_pass()
             yield self.model.module
             return
         if self._generating is None:
             model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
-            # Keep the model on the meta device, where it takes no memory between two rollouts.
+            # On the meta device the model takes no memory between two rollouts.
             self._generating = model, {name: (held, held.get()) for name, held in held_by(model).items()}
         model, places = self._generating
         try:
             for name, tensor in self.export_hf():
                 places[name][0].put(nn.Parameter(tensor, requires_grad=False))
-            # This only moves buffers, because the parameters are already on the device.
+            # This moves only buffers; the parameters are already on the device.
             yield model.to(self.runtime.device)
         finally:
             for held, empty in places.values():
@@ -143,7 +145,7 @@ def _data_parallel() -> ParallelGroups:
     assert everyone is not None, "torch.distributed is initialised before a backend is built"
     alone: dist.ProcessGroup = everyone
     if dist.get_world_size() > 1:
-        # Use this option because each rank makes its own group: without it, all ranks would have to take part
-        # in making every group.
+        # With this option each rank can create its own group; otherwise all ranks would have to take part in
+        # creating every group.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return ParallelGroups(tensor=alone, context=alone, data=everyone, pipeline=alone)

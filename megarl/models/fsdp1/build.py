@@ -1,5 +1,5 @@
-"""Fill a model built on the meta device with its weights, one module at a time, and keep track of the modules
-that hold each parameter."""
+"""Loads weights into a model on the meta device, one module at a time, and tracks which modules hold each
+parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megarl.models.huggingface.loading import check_fits
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The modules and names of a parameter in the model, which sharding does not change.
+    """The modules that hold a parameter, and its names; sharding changes neither.
 
     Attributes:
         names: names of the parameter in the model; two for a tied output layer.
-        places: for each of these names, the module that holds the parameter and the attribute there.
+        places: for each name, the module that holds the parameter, and the attribute.
         shape: full shape of the parameter.
     """
 
@@ -33,7 +33,7 @@ class Held:
         return self.places[0][0]
 
     def get(self) -> nn.Parameter:
-        """Return the present parameter: the full one, or this rank's part of it."""
+        """Return the current parameter: the full one, or this rank's shard of it."""
         module, attribute = self.places[0]
         return getattr(module, attribute)
 
@@ -44,8 +44,9 @@ class Held:
 
 
 def held_by(model: nn.Module) -> dict[str, Held]:
-    """Return every parameter once, by its first name: a tied output layer has the embedding's name."""
-    # Use the parameter as the key: tied parameters have several names, but are stepped once.
+    """Return every parameter once, by its first name: a tied output layer is listed under the embedding's
+    name."""
+    # Key by parameter: a tied parameter has several names but must be updated once.
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -67,16 +68,16 @@ def named(held: Mapping[str, Held]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class Filler:
-    """A function that allocates and fills the parameters of one module at a time. Tied parameters stay tied.
+    """Callable that allocates and loads the parameters of one module at a time. Tied parameters stay tied.
 
     Args:
-        model: model built on the meta device, with real buffers.
+        model: model on the meta device, with real buffers.
         source: Hugging Face weights.
-        device: device for the parameters.
-        dtype: dtype for storing the parameters.
+        device: device of the parameters.
+        dtype: dtype in which parameters are stored.
 
     Raises:
-        ModelError: the checkpoint does not match this model exactly.
+        ModelError: names or shapes in the checkpoint differ from the model's.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Filler:
         check_fits(model, source, {name: tuple(place.shape) for name, place in self.held.items()})
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill the parameters that belong directly to ``module`` and have no memory yet."""
+        """Load the parameters that belong directly to ``module`` and have no memory yet."""
         for parameter in list(module.parameters(recurse=False)):
             if parameter.is_meta:
                 name = self._names[parameter]

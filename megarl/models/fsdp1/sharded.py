@@ -1,4 +1,4 @@
-"""A model sharded over all ranks by torch's FullyShardedDataParallel, with one transformer layer per unit."""
+"""A model sharded over all ranks by torch's FullyShardedDataParallel, one transformer layer per FSDP unit."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ logger = logging.getLogger(__name__)
 
 
 def _sum_gradients(group: dist.ProcessGroup, whole: torch.Tensor, shard: torch.Tensor) -> None:
-    """Sum the gradients of all ranks, in place of FSDP's own reduction, which averages them."""
+    """Communication hook that sums gradients over the ranks; FSDP's own reduction averages them."""
     dist.reduce_scatter_tensor(shard, whole, group=group)
 
 
 class _SumInFloat32:
-    """Accumulator of a parameter's gradients. FSDP calls it right after each reduction, as an optimizer that
-    steps during the backward pass."""
+    """Accumulates a parameter's gradient in float32. FSDP calls it after each reduction, like an optimizer
+    that steps during the backward pass."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
 
     def step(self) -> None:
-        """Accumulate the gradient into the parameter's float32 gradient buffer."""
+        """Add the gradient to the parameter's float32 gradient sum."""
         add_to_sum(self._parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -56,21 +56,20 @@ class _SumInFloat32:
 
 
 class Sharded:
-    """A model of which every rank keeps an equal part of every unit, filled by ``fill``, and which computes
-    in ``dtype``.
+    """A model of which every rank keeps an equal shard of every FSDP unit.
 
-    Gradients are reduced in float32 after every micro-batch and accumulated as shards, so that no rank ever
-    holds more than one unit's full gradient.
+    Gradients are reduced in float32 after every micro-batch and accumulated as shards, so no rank holds full
+    gradients of more than one unit.
 
     Args:
-        module: model built on the meta device.
-        fill: fills the model, one unit at a time.
+        module: model on the meta device.
+        fill: loads the parameters, one unit at a time.
         dtype: dtype of the computation.
         runtime: device of this process.
         offload: keep parameters, gradients and optimizer state in host memory between uses.
 
     Attributes:
-        offloads: whether they are kept in host memory; false on a CPU, where there is nothing to offload.
+        offloads: True if they are kept in host memory; always False on a CPU.
     """
 
     def __init__(
@@ -94,13 +93,11 @@ class Sharded:
             param_init_fn=fill,
             device_id=runtime.device,
             device_mesh=init_device_mesh(runtime.device.type, (dist.get_world_size(),)),
-            # Otherwise parameters would be flat and without names, which checkpoints and the group of vectors
-            # need.
+            # Keep named parameters: checkpoints need the names, and vectors get their own parameter group.
             use_orig_params=True,
         )
         if fill.dtype is not torch.float32:
-            # Set these before the next line: FSDP looks for them only once, when it first determines the
-            # outermost unit.
+            # Set these before the next line: FSDP looks for them only once, when it determines the root unit.
             for _, parameter in self.parameters():
                 parameter._in_backward_optimizers = [_SumInFloat32(parameter)]  # type: ignore[attr-defined]
         self.module.register_comm_hook(self._group, _sum_gradients)
@@ -111,26 +108,25 @@ class Sharded:
         self._unit_of = {name: unit_of[place.module] for name, place in self._held.items()}
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's flat part of every parameter; a part may be empty."""
+        """Yield this rank's flat shard of every parameter; a shard may be empty."""
         return named(self._held)
 
     def before_pass(self) -> None:
-        """Do nothing: FSDP reads the parameters as they are."""
+        """Do nothing: FSDP reads the parameters themselves."""
 
     def after_pass(self) -> None:
-        """Free the outermost unit, which FSDP keeps gathered after a forward pass without a backward pass.
+        """Reshard the root unit, which FSDP keeps gathered after a forward pass without a backward pass.
 
-        Otherwise the next pass would reuse it, although its parameters may have been changed meanwhile (by
+        Otherwise the next pass would reuse the gathered parameters, although the shards may have changed (by
         the reference policy or a checkpoint).
         """
         if self.module._is_root and self.module._handle is not None:
             _reshard(self.module, self.module._handle, True)
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``names`` and their full parameters, as copies that belong to the caller. A collective.
+        """Yield the full parameters ``names`` as copies. Collective over all ranks.
 
-        Consecutive names in one unit are gathered together, so that an order by layers gathers each layer
-        once.
+        Consecutive names in one unit are gathered together, so an order by layers gathers each layer once.
         """
         for unit, neighbours in itertools.groupby(names, key=self._unit_of.__getitem__):
             yield from self._gathered(unit, {name: self._held[name] for name in neighbours})
@@ -138,21 +134,21 @@ class Sharded:
     def _gathered(
         self, unit: FullyShardedDataParallel, held: dict[str, Held]
     ) -> list[tuple[str, torch.Tensor]]:
-        # Use recurse=False to gather one unit at a time, so that no rank holds more than a layer.
+        # recurse=False gathers one unit at a time, so that no rank holds more than a layer.
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             return [
                 (name, parameter.detach().view(held[name].shape).clone()) for name, parameter in named(held)
             ]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the weights for a checkpoint, as DTensors. After filling them from a checkpoint, pass them
-        to ``load_state``. A collective."""
+        """Return the weights for a checkpoint, as DTensors. After loading into them, pass them to
+        ``load_state``. Collective."""
         with self._state_dict_type():
             state = self.module.state_dict()
         return {name: state[name] for name in self._held}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Write a filled ``state`` into the parameters. A collective."""
+        """Copy a loaded ``state`` into the parameters. Collective."""
         with self._state_dict_type():
             self.module.load_state_dict({name: state[first] for name, first in self._first_names().items()})
 
@@ -160,9 +156,9 @@ class Sharded:
         """Return optimizer state by parameter name, as DTensors. A collective."""
         groups = checkpoint.named_groups(optimizer, checkpoint.names_of(self.parameters()))
         begun = torch.tensor(float(len(optimizer.state)), device=self._runtime.device)
-        # Sum over ranks: a rank may hold no part of any parameter, and so no state, while others do.
+        # Sum over the ranks: a rank may hold no element of any parameter, and thus no state, while others do.
         dist.all_reduce(begun, group=self._group)
-        # No rank has stepped yet, so that there is no state for FSDP to gather.
+        # No rank has stepped yet: there is no state for FSDP to gather.
         if not begun:
             return {"state": {}, "param_groups": groups}
         with self._state_dict_type():
@@ -209,7 +205,7 @@ class Sharded:
             handle = unit._handle
             if handle is not None:
                 handle.flat_param_to(target)
-                # Update FSDP's second reference to its shard, which would otherwise restore the old memory.
+                # FSDP holds a second reference to its shard, which would otherwise restore the old memory.
                 handle.flat_param._local_shard = handle.flat_param.data
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(target)

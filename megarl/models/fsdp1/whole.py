@@ -1,4 +1,4 @@
-"""A model on a single rank, without sharding and without a wrapper."""
+"""A model on a single rank, neither sharded nor wrapped."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from megarl.models.huggingface import checkpoint
 
 
 class FullModel:
-    """A model on a single rank that computes in ``dtype``, with parameters from ``fill`` and float32
-    gradients.
+    """A model on a single rank that computes in ``dtype``, with float32 gradients.
 
-    In half precision the module's own parameters are copies of float32 ones, unless they are stored in that
-    dtype too. Each micro-batch's gradient is added to the float32 gradient as soon as it is computed, as FSDP
-    does.
+    If parameters are stored in another dtype than ``dtype``, the stored ones are master weights and the
+    module holds copies in ``dtype``. Each micro-batch's gradient is added to the float32 gradient as soon as
+    it is computed, as FSDP does.
 
     Args:
-        module: model built on the meta device.
-        fill: fills the model.
+        module: model on the meta device.
+        fill: loads the parameters.
         dtype: dtype of the computation.
         runtime: device of this process.
     """
@@ -48,20 +47,19 @@ class FullModel:
         for name, parameter in named(self._held):
             master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             self._masters[name] = master
-            # Replace the data and not the parameter, so that tied modules still share one.
+            # Replace the data, not the parameter, so that tied modules still share one.
             parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
-                # Add each micro-batch's gradient in float32, because in 16 bits a small one would be lost
-                # next to the sum.
+                # Accumulate in float32: in 16 bits a small gradient would be lost next to the sum.
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return an iterator over the names and the parameters that are stored and updated."""
+        """Return an iterator over names and stored parameters, which the optimizer updates."""
         return iter(self._masters.items()) if self._masters else named(self._held)
 
     @torch.no_grad()
     def before_pass(self) -> None:
-        """Copy the stored parameters into the module's half-precision ones."""
+        """Copy the master weights, if any, into the module."""
         for name, master in self._masters.items():
             self._held[name].get().copy_(master)
 
@@ -75,14 +73,14 @@ class FullModel:
             yield name, parameters[name].detach()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the weights for a checkpoint; writing into them changes the parameters."""
+        """Return the weights for a checkpoint; writing to them changes the parameters."""
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Do nothing: the tensors of ``state`` are the parameters, and were filled in place."""
+        """Do nothing: the tensors of ``state`` are the parameters themselves."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
-        """Return optimizer state by parameter name."""
+        """Return the optimizer state by parameter name."""
         return checkpoint.named_optimizer_state(optimizer, self.parameters())
 
     def load_optimizer_state(
@@ -97,12 +95,13 @@ class FullModel:
         target = self._runtime.device if place == "device" else torch.device("cpu")
         self.module.to(target)
         for master in self._masters.values():
-            # Replace the data and not the tensor, which the optimizer holds.
+            # Replace the data, not the tensor, to which the optimizer refers.
             master.data = master.data.to(target)
 
 
 def _adding_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """Return a hook that adds a half-precision gradient to the float32 parameter's gradient, and frees it."""
+    """Return a hook that adds a half-precision gradient to the master weight's float32 gradient and frees
+    it."""
 
     def add(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

@@ -1,9 +1,9 @@
-"""The engine's attention as an attention implementation of transformers, named ``megarl``.
+"""Registers the engine's attention with transformers as attention implementation ``megarl``.
 
-The layout of sequences is the keyword argument ``sequence_layout`` of ``model(**kwargs)``, which transformers
-passes on to every attention call; so it is also available when a layer is recomputed in the backward pass. No
-mask is ever created: transformers creates none for an implementation without a mask function. Sequences are
-padded only on the right, so that causality hides the padding from every real token.
+The layout of the sequences is passed as ``model(sequence_layout=...)``. transformers forwards this keyword to
+every attention call, also when a layer is recomputed in the backward pass. No mask is ever created:
+transformers creates none for an implementation without a mask function. Padding is on the right only, where
+causality hides it from every real token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megarl.models.engine.attention import ROWS, SequenceLayout, attention, cach
 from megarl.models.engine.decoded_rows import DecodedRows
 
 IMPLEMENTATION = "megarl"
-# Features that some models request of their attention beyond scale and window. Ignoring one silently would
-# compute a different model.
+# Attention features that some models request beyond scale and window. Silently ignoring one would compute a
+# different model.
 _UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias", "head_mask")
 
 _default: list[SequenceLayout] = [ROWS]
@@ -29,7 +29,8 @@ _default: list[SequenceLayout] = [ROWS]
 
 @contextlib.contextmanager
 def default_layout(layout: SequenceLayout) -> Iterator[None]:
-    """Make ``layout`` the default of ``sequence_layout`` inside the block, in all threads of this process."""
+    """Within the context, make ``layout`` the default of ``sequence_layout``, in all threads of this
+    process."""
     _default.append(layout)
     try:
         yield
@@ -55,34 +56,33 @@ def attention_forward(
 
     Args:
         module: the attention layer.
-        query: [n, H, t, D], this rank's heads and part of the context.
-        key: [n, G, k, D]; k is t, or more with a key-value cache, in which case the queries are the last t
+        query: [n, H, t, D] for this rank's heads and part of the sequence.
+        key: [n, G, k, D]; k is t, or larger with a key-value cache, where the queries are the last t
             positions.
         value: [n, G, k, D].
         attention_mask: must be None.
         dropout: must be 0.
         scaling: factor of the scores.
-        sliding_window: number of positions that a query sees, including its own; None for all earlier
+        sliding_window: number of positions that a query attends to, including its own; None for all earlier
             positions.
-        sequence_layout: packed sequences and context parallelism; None for the default, which is one sequence
-            per row unless ``default_layout`` changes it.
+        sequence_layout: packed sequences and context parallelism; None for the default, one sequence per row
+            unless ``default_layout`` changes it.
         row_lengths: [n] int64, each row's number of positions without left padding (``causal_attention``);
-            only for generation.
-        decoded_rows: rows whose cache the keys and values come from; only for generation.
+            generation only.
+        decoded_rows: rows whose cache supplies keys and values; generation only.
         others: other keywords of transformers.
 
     Returns:
-        [n, t, H, D], and no attention weights.
+        The attention output [n, t, H, D], and None in place of attention weights.
 
     Raises:
-        ModelError: the model requests a kind of attention that is not supported.
+        ModelError: the model requests an unsupported attention feature.
     """
     _refuse_unknown(module, attention_mask, dropout, others)
     mask = None if decoded_rows is None else decoded_rows.mask(sliding_window, query.dtype)
     if mask is not None and decoded_rows is not None:
         if sliding_window is not None and not decoded_rows.fixed:
-            # Drop keys before the window: they would take time, and lead to other kernels with other
-            # rounding, without a benefit.
+            # Drop keys before the window: they cost time and select other kernels with other rounding.
             key, value, mask = (
                 key[:, :, -sliding_window:],
                 value[:, :, -sliding_window:],

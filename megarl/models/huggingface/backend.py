@@ -1,5 +1,5 @@
-"""The base class of the torch backends: the engine's ``Backend`` protocol except the division, gathering and
-export of parameters."""
+"""Base class of the torch backends: the engine's ``Backend`` protocol except sharding, gathering and export
+of parameters."""
 
 from __future__ import annotations
 
@@ -50,26 +50,24 @@ from megarl.models.huggingface.optimizer import (
 )
 from megarl.weight_sync.slices import Slice, Slices
 
-# Keys of the loss scale in a checkpoint, among the hyperparameters of the first group.
+# Checkpoint keys of the loss scale, stored in the first parameter group.
 SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
 
 
 class ParameterStore(Protocol):
-    """The parameters of a model as they are divided over ranks. Every method except ``move`` is a
-    collective."""
+    """The sharded parameters of a model, for checkpoints. Every method except ``move`` is collective."""
 
     def move(self, place: Place) -> None:
         """Move parameters and buffers to the device or to host memory."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the weights for a checkpoint. After filling them from a checkpoint, pass them to
-        ``load_state``."""
+        """Return the weights for a checkpoint. After loading into them, pass them to ``load_state``."""
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Write a filled ``state`` into the parameters."""
+        """Copy a loaded ``state`` into the parameters."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
-        """Return optimizer state for a checkpoint, by parameter name."""
+        """Return the optimizer state for a checkpoint, by parameter name."""
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
@@ -78,35 +76,36 @@ class ParameterStore(Protocol):
 
 
 class HuggingFaceBackend(ABC):
-    """One worker's part of a transformers model, with its optimizer and schedule.
+    """One worker's shard of a transformers model, with its optimizer and schedule.
 
     Stored parameters, gradients and optimizer state are float32, unless ``policy.optimizer`` sets another
     dtype for parameters or state. The model computes in ``policy.precision``.
 
     Args:
-        policy: the policy configuration, already validated.
+        policy: the validated policy configuration.
         source: Hugging Face weights to start from.
-        runtime: device of this process; torch.distributed is initialised on its backend.
-        seed: seed of a new score layer.
+        runtime: device of this process; torch.distributed must be initialised on its backend.
+        seed: seed of a new score layer, of adapters and of stochastic rounding.
         with_optimizer: False for a model that is not trained.
 
     Raises:
-        ConfigError: the layout, plan, precision, optimizer or schedule is not supported here.
-        ModelError: the model's config and weights do not match, or transformers has no scoring model for it.
+        ConfigError: the layout, plan, precision, optimizer or schedule is not supported.
+        ModelError: the model's config and weights do not match, or transformers has no
+            sequence-classification form of it.
     """
 
     groups: ParallelGroups
     vocabulary: VocabularyShard
     shapes: Shapes
-    # The module that passes are computed with.
+    # The module that runs the passes.
     module: nn.Module
-    # Whether parameters, gradients and optimizer state stay in host memory between uses.
+    # True if parameters, gradients and optimizer state stay in host memory between uses.
     offloads: bool
-    # The parameters that the optimizer updates, each once.
+    # The parameters that the optimizer updates, without duplicates.
     _parameters: dict[str, nn.Parameter]
-    # Number of dimensions of each whole parameter by name, if this rank's part does not show it.
+    # Number of dimensions of each full parameter, by name; None if the shards have the same number.
     _dimensions: Mapping[str, int] | None = None
-    # Whether each tensor-parallel rank has different activations between the layers that are divided.
+    # True if activations between sharded layers are split over the sequence.
     _sequence_parallel: bool = False
     _store: ParameterStore
 
@@ -150,30 +149,32 @@ class HuggingFaceBackend(ABC):
 
     @abstractmethod
     def _build(self, source: HuggingFaceSource) -> None:
-        """Build the model with this rank's part of the weights, and set the attributes that are declared
-        above."""
+        """Build the model with this rank's shards of the weights, and set the attributes declared above."""
 
     @abstractmethod
     def _refuse_optimizer(self) -> None:
-        """Raise ConfigError for an optimizer that cannot update parameters as they are divided here."""
+        """Check that the configured optimizer can update parameters as this backend shards them.
+
+        Raises:
+            ConfigError: it cannot.
+        """
 
     def _counted(self) -> Iterable[nn.Parameter]:
-        """Return the parameters that this rank counts in the gradient's norm."""
+        """Return the parameters that this rank contributes to the gradient norm."""
         return self._parameters.values()
 
     @abstractmethod
     def _generating_model(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """Yield a model with the present weights that each rank can run independently, so that ranks may
-        differ in the number and length of their rows."""
+        """Yield a model with the current weights that data-parallel ranks can run independently, with
+        different numbers and lengths of rows."""
 
     @abstractmethod
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and full tensors in ``policy.precision``, the dtype of the model's computation."""
+        """Yield Hugging Face names and full tensors in ``policy.precision``."""
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """Data-parallel group if it has several ranks, otherwise None: every pass gathers parameters over
-        this group."""
+        """The data-parallel group, because every pass gathers parameters over it; None if it has one rank."""
         return self.groups.data if self.groups.data_size > 1 else None
 
     def set_training(self, training: bool) -> None:
@@ -199,22 +200,21 @@ class HuggingFaceBackend(ABC):
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-            # Clear the float32 sum of a 16-bit parameter too, which torch's zero_grad does not know.
+            # Clear the float32 gradient sum of a 16-bit parameter too, which torch's zero_grad does not know.
             setattr(parameter, SUM, None)
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
         factor = self.loss_scale.factor
-        # Compute the norm of the loss without its scale. The gradients themselves are divided only if they
-        # are used.
+        # Divide the norm by the loss scale. The gradients are divided later, and only if they are used.
         norm = global_norm(self._counted(), self.runtime.device) / factor
-        # Let the loss scaler check the norm before the caller does: an overflow means that the scale was too
-        # large, and the scaler then lowers it.
+        # Ask the loss scaler before the caller: an overflow means that the scale was too large, and the
+        # scaler lowers it.
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):
             return StepOutcome(norm, False)
-        # Use local pieces, because every operation on DTensors would be dispatched for each parameter.
+        # Use local shards, because DTensor dispatches every operation for each parameter.
         gradients = local_gradients(self._parameters.values())
         if factor != 1.0:
             for gradient in gradients:
@@ -231,11 +231,10 @@ class HuggingFaceBackend(ABC):
         return schedule_values(self.optimizer) if self.optimizer is not None else {}
 
     def sync_parameters(self) -> None:  # noqa: B027 - there is nothing to do
-        """Do nothing: every pass gathers the parameters itself and frees them, so that no gather is ever
-        pending."""
+        """Do nothing: every pass gathers the parameters and frees them, so no gather is ever pending."""
 
     def parameters_changed(self) -> None:  # noqa: B027 - there is nothing to do
-        """Do nothing: no copy is kept, and the next pass reads the parameters again."""
+        """Do nothing: there are no copies, and the next pass reads the parameters again."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Export all weights, because there is only one stage."""
@@ -271,7 +270,7 @@ class HuggingFaceBackend(ABC):
             return
         if part == "gradients":
             self.zero_grad()
-        # Move nothing: FSDP keeps these in host memory, and moves them itself.
+        # FSDP keeps these in host memory and moves them itself.
         elif self.offloads:
             return
         elif part == "parameters":
@@ -297,8 +296,8 @@ class HuggingFaceBackend(ABC):
                 saved_schedule(self.policy, self.scheduler),
             )
             if self.loss_scale.dynamic:
-                # Store the loss scale in the first parameter group: torch's format of optimizer state has
-                # no field for it.
+                # torch's format of optimizer state has no field for the loss scale, so store it in the first
+                # parameter group.
                 state["param_groups"][0].update(
                     zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True)
                 )
@@ -316,7 +315,7 @@ class HuggingFaceBackend(ABC):
             checkpoint.require(optimizer)
 
     def _as_peft(self) -> dict[str, Any] | None:
-        """Return PEFT's config of the adapters, or None if there are none."""
+        """Return PEFT's config of the adapters; None if there are none."""
         return None
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
@@ -327,10 +326,10 @@ class HuggingFaceBackend(ABC):
         if optimizer is not None and trained is not None:
             loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
             if not self._sequence_parallel:
-                # Random states are saved per rank. Share one, because tensor-parallel ranks of now may have
-                # been different replicas in the saved layout.
+                # Random-number states are saved per rank. In the saved layout these tensor-parallel ranks may
+                # have been replicas with different states; they need the same one.
                 share_random_state(self.runtime, self.groups.tensor)
-            # Remove these keys, because the optimizer would keep them among its hyperparameters.
+            # The optimizer would keep these keys among its hyperparameters.
             factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
             if self.loss_scale.dynamic and factor is not None:
                 self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps

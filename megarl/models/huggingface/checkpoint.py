@@ -1,12 +1,12 @@
-"""Checkpoints of the torch backends through torch.distributed.checkpoint (DCP). Any number of ranks can read
-what any other number wrote.
+"""Checkpoints of the torch backends through torch.distributed.checkpoint (DCP), readable with any number of
+ranks.
 
-A state maps the model's Hugging Face parameter names to tensors; sharded ones are DTensors. Both torch
-backends write the same names and shapes, so that each can read the other's checkpoints.
+A state maps Hugging Face parameter names to tensors; sharded ones are DTensors. Both torch backends write the
+same names and shapes, so each can read the other's checkpoints.
 
-No file is unpickled without restrictions. DCP writes its index, ``.metadata``, as a pickle, and only the few
-classes in it are allowed here. Tensors and other values are read with ``torch.load(weights_only=True)``,
-random-number states from safetensors.
+No file is unpickled without restrictions. DCP's index ``.metadata`` is a pickle, for which only a few classes
+are allowed. Other files are read with ``torch.load(weights_only=True)``, random-number states from
+safetensors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megarl.models.engine.low_precision_adam import LowPrecisionAdamW
 from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
 
 PLAIN_FILE = "optimizer.pt"
-# These keys decide how a step is computed, but not its result. The running configuration chooses them; if it
-# leaves the kernel open, the checkpoint does.
+# Keys that select the kernel of a step. The configuration decides them; if it leaves the kernel open, the
+# checkpoint does.
 IMPLEMENTATION = frozenset({*KERNEL_ARGUMENTS, OPEN_KERNEL})
 
 OptimizerState = dict[str, Any]
-"""State of an optimizer. ``state`` is {parameter name: {key: tensor or number}}; ``param_groups`` has
-hyperparameters and ``params``, a list of parameter names."""
+"""Optimizer state by parameter name. ``state`` is {parameter name: {key: tensor or number}}; ``param_groups``
+has the hyperparameters and ``params``, a list of parameter names."""
 
 
 def save_weights(
@@ -53,11 +53,11 @@ def save_weights(
     buffer: StagingBuffer | None = None,
     add: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the weights to ``directory``, or stage them. ``add`` writes additional files on rank 0. A
-    collective over all ranks.
+    """Write the weights to ``directory``, or stage them. Collective over all ranks. ``add`` writes further
+    files on rank 0.
 
     Raises:
-        CheckpointError: ``directory`` is not empty, or cannot be written.
+        CheckpointError: ``directory`` is not empty or cannot be written.
     """
     with appears_whole(directory) as partial:
         _write(state, partial, buffer)
@@ -68,11 +68,11 @@ def save_weights(
 
 
 def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Fill the tensors of ``state`` in place with the weights that ``save_weights`` wrote. A collective over
-    all ranks.
+    """Load the weights that ``save_weights`` wrote into the tensors of ``state``. Collective over all
+    ranks.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it holds another model.
+        CheckpointError: there is no such checkpoint, or it is of another model.
     """
     _read(state, directory, "weights")
 
@@ -84,11 +84,11 @@ def save_optimizer(
     directory: Path,
     buffer: StagingBuffer | None = None,
 ) -> None:
-    """Write optimizer state, schedule and every rank's random-number states to ``directory``; tensors may be
-    staged. A collective over all ranks.
+    """Write optimizer state, schedule and every rank's random-number state to ``directory``. Tensors may be
+    staged. Collective over all ranks.
 
     Raises:
-        CheckpointError: ``directory`` is not empty, or cannot be written.
+        CheckpointError: ``directory`` is not empty or cannot be written.
     """
     # Write tensors through DCP, so that any layout can read them, and numbers and texts in one file by rank
     # 0.
@@ -112,18 +112,19 @@ def save_optimizer(
 def load_optimizer(
     like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, directory: Path
 ) -> tuple[OptimizerState, dict[str, Any]]:
-    """Read what ``save_optimizer`` wrote. Return the states of optimizer and schedule, and restore
-    random-number states.
+    """Read what ``save_optimizer`` wrote: return optimizer state and schedule, and restore random-number
+    states. Collective over all ranks.
 
-    Hyperparameters are those of the checkpoint instead of the configuration, so that a run continues
-    unchanged; for the learning rate see ``resume_schedule``. Random-number states are restored if this rank
-    existed when they were saved. A collective over all ranks.
+    Hyperparameters come from the checkpoint, so that a run continues unchanged; for the learning rate see
+    ``resume_schedule``. A rank's random-number state is restored if the saving run had a rank of that number.
 
     Args:
-        like: the weights; state with a weight's shape is distributed over the ranks like the weight.
+        like: the weights; optimizer state with a weight's shape is sharded like the weight.
+        runtime: device of this process.
+        directory: directory of the checkpoint.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it belongs to another model.
+        CheckpointError: there is no such checkpoint, or it is of another model.
     """
     with failing_alike():
         metadata = _metadata(directory)
@@ -199,18 +200,23 @@ def install(
     loaded: OptimizerState,
     names: Mapping[torch.Tensor, str],
 ) -> None:
-    """Load state, by the index of each parameter in the optimizer, and the hyperparameters of ``loaded`` into
-    the optimizer.
+    """Load state and hyperparameters into an optimizer.
 
-    If the configuration does not choose a kernel, the one that wrote the checkpoint is used, so that a run
-    continues bit for bit. For checkpoints of version 0.1 that is the plain kernel.
+    If the configuration selects no kernel, the one that wrote the checkpoint is used, so that the run
+    continues bit for bit; for checkpoints of version 0.1 that is the plain kernel.
+
+    Args:
+        optimizer: the optimizer.
+        state: state by index of the parameter in the optimizer.
+        loaded: supplies hyperparameters and parameter names.
+        names: names of the optimizer's parameters.
 
     Raises:
         CheckpointError: ``loaded`` belongs to an optimizer with other parameters.
     """
     here = [group["params"] for group in named_groups(optimizer, names)]
     there = [list(group["params"]) for group in loaded["param_groups"]]
-    # Compare names and their order: torch assigns state by number, and would give it to other parameters.
+    # Compare names in order: torch assigns state by index and would give it to other parameters.
     if here != there:
         raise CheckpointError(
             f"the optimizer checkpoint is for groups of {list(map(len, there))} "
@@ -233,7 +239,7 @@ def _plain(value: Any) -> Any:
 
 def _empty(stored: TensorStorageMetadata, like: torch.Tensor) -> torch.Tensor:
     if tuple(stored.size) == tuple(like.shape):
-        # Make it like the weight, so that DCP reads only this rank's shard. A scalar state stays whole.
+        # Shard it like the weight, so that DCP reads only this rank's shard. A scalar state stays whole.
         return torch.zeros_like(like, dtype=stored.properties.dtype)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
 
@@ -251,8 +257,8 @@ def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBu
 def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None:
     with failing_alike():
         stored = _metadata(directory).state_dict_metadata
-    # Refuse differences here: DCP itself ignores tensors that are only in the checkpoint, and would load half
-    # of another model.
+    # Compare names here: DCP ignores tensors that are only in the checkpoint, and would load part of another
+    # model.
     only_there, only_here = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
     other = sorted(name for name in state.keys() & stored.keys() if not _fits(stored[name], state[name]))
     if only_there or only_here or other:
@@ -280,11 +286,11 @@ def _fits(stored: Any, here: torch.Tensor) -> bool:
 
 
 def require(directory: Path) -> None:
-    """Raise an error unless a path is a complete DCP directory. Local.
+    """Check that the path is a complete DCP directory. Local.
 
     Raises:
         CheckpointError: it is not.
-        StorageError: the storage does not respond.
+        StorageError: the storage cannot be read.
     """
     if not is_file(directory / METADATA_FILE):
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Generation with a transformers model, which samples the same tokens as every other backend.
+"""Generation with a transformers model, sampling the same tokens as every other backend.
 
-Keys and values are stored in ``DecodedRows``, whose steps have fixed shapes. A model that keeps other state
-than keys and values uses its own cache.
+Keys and values are stored in ``DecodedRows``, whose decoding steps have fixed shapes. A model with other
+state than keys and values (such as a recurrent state) uses its own cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 
 
 class Generating(Protocol):
-    """The attributes of a backend that generation uses."""
+    """The attributes that generation reads from a backend."""
 
     policy: PolicyConfig
     groups: ParallelGroups
@@ -46,15 +46,15 @@ def generate(
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``.
 
-    Data-parallel ranks need not be in step, so the model must not need a collective with them: its parameters
-    are full ones, or the parts of this tensor-parallel rank. Ranks that share rows run in step.
+    Tensor-parallel ranks run in lockstep, data-parallel ranks need not. So the model must need no collective
+    over data-parallel ranks: its parameters must be full, or this tensor-parallel rank's shards.
 
     Args:
-        model: a causal language model of transformers; its logits have the columns of ``backend.vocabulary``.
-        backend: gives the policy section, the device and the process groups.
+        model: a causal language model; its logits have the columns of ``backend.vocabulary``.
+        backend: supplies the policy configuration, the device and the process groups.
         data, config, tokenizer, greedy: as for ``decode``.
     """
-    # Inspect the cache that transformers would make, because it reflects the kinds of the model's layers.
+    # Inspect the cache that transformers would create, because it reflects the kinds of the model's layers.
     simple, device = _keeps_positions_alone(DynamicCache(config=model.config)), backend.runtime.device
     graphs = graphs_on(
         device, None if simple else "the model keeps more than keys and values, in a cache of transformers"
@@ -95,24 +95,24 @@ class _CachedForward:
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor:
-        """Read prompts and return the logits after the last token; see ``Forward``."""
+        """Process prompts and return the logits after the last token; see ``Forward``."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         return self._forward(tokens)[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Read one token per row and return the logits after it; see ``Forward``."""
+        """Process one token per row and return the logits after it; see ``Forward``."""
         positions = self.decoded.advance()
 
         def forward(lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             self.decoded.step(lengths, positions)
             return self._forward(tokens[:, None])
 
-        # Include the number of positions in the key, because a recorded step cannot attend to more of them
-        # later.
+        # The graph key includes the number of cached positions, because a recorded graph always attends to
+        # that number.
         return self.graphs.run(positions, forward, lengths, tokens)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keep only the given rows; see ``Forward``."""
+        """Keep only the given rows in the cache; see ``Forward``."""
         self.decoded.keep(rows)
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class _CachedForward:
 
 
 class _RowsCache(DynamicCache):  # type: ignore[misc]
-    """Adapter that presents ``DecodedRows`` as the cache of a transformers model."""
+    """Presents ``DecodedRows`` to a transformers model as its cache."""
 
     def __init__(self, decoded: DecodedRows) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _RowsCache(DynamicCache):  # type: ignore[misc]
         *unused: Any,
         **ignored: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values of a layer and return all of them, as [b, G, n, d]; see ``Cache``."""
+        """Store a layer's new keys and values and return all of them, as [b, G, n, d]; see ``Cache``."""
         keys, values = self._decoded.store(
             layer_idx, key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3)
         )
@@ -145,7 +145,7 @@ class _RowsCache(DynamicCache):  # type: ignore[misc]
 
 
 class _OwnCacheForward:
-    """``Forward`` with the model's own cache; all prompts are read in one pass."""
+    """``Forward`` with the model's own cache. All prompts are processed in one pass."""
 
     def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard) -> None:
         self.model = model
@@ -156,22 +156,22 @@ class _OwnCacheForward:
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor:
-        """Read prompts and return the logits after the last token; see ``Forward``."""
-        # Check this on the host, where the prompts' lengths are: without padding, attention needs no mask.
+        """Process prompts and return the logits after the last token; see ``Forward``."""
+        # The lengths are on the host, so this check does not synchronize. Without padding, attention needs no
+        # mask.
         self.is_padded = bool((lengths < end).any())
         logits = self._forward(tokens, lengths.to(tokens.device))
         if len(prompt_of) > len(tokens):
-            # transformers' caches have rows but no prompts, so that a row is copied once, after the prompt
-            # has been read.
+            # transformers' caches cannot share a prompt between rows, so copy its entries for each row once.
             self.cache.batch_select_indices(prompt_of)
         return logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Read one token per row and return the logits after it; see ``Forward``."""
+        """Process one token per row and return the logits after it; see ``Forward``."""
         return self._forward(tokens[:, None], lengths)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keep only the given rows; see ``Forward``."""
+        """Keep only the given rows in the cache; see ``Forward``."""
         self.cache.batch_select_indices(rows)
 
     def _forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -182,9 +182,9 @@ class _OwnCacheForward:
 
 
 def _keeps_positions_alone(cache: DynamicCache) -> bool:
-    """Return whether every layer caches only the keys and values of its last positions, and no state that is
-    computed from all positions."""
-    # Compare the exact type, because a subclass may keep more.
+    """Return whether every layer caches only keys and values of its last positions, and no state computed
+    from all positions."""
+    # Compare exact types, because a subclass may keep more.
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
@@ -202,8 +202,7 @@ def _next_logits(
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        # Compute logits for the last position only, even for prompts: the logits of all positions would be
-        # the largest tensor.
+        # Logits for the last position only: those of all prompt positions would be the largest tensor.
         logits_to_keep=1,
         **options,
     )
@@ -211,11 +210,11 @@ def _next_logits(
 
 
 def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:
-    """Gather [b, V] for the vocabulary without padding from the columns [b, V / ranks] of each
-    tensor-parallel rank."""
+    """All-gather the logits [b, V] from each tensor-parallel rank's columns [b, V / ranks], and drop
+    vocabulary padding."""
     if vocabulary.group is not None:
         ranks = dist.get_world_size(vocabulary.group)
-        # Transpose, so that the gather concatenates the ranks' columns.
+        # Transpose, because the all-gather concatenates along the first dimension.
         columns = logits.t().contiguous()
         whole = torch.empty(
             ranks * columns.shape[0], columns.shape[1], dtype=columns.dtype, device=columns.device

@@ -1,8 +1,8 @@
-"""Building a transformers model without its weights, and the check that a checkpoint matches it.
+"""Builds a transformers model without its weights, and checks that a checkpoint matches it.
 
-Parameters are built on the meta device, so that no rank ever holds more of a model than it keeps; a backend
-divides them and then reads its own slices. Buffers (rotary frequencies) are real from the start, because the
-model's own constructor computes them.
+Parameters are on the meta device, so that no rank ever holds more of a model than its shards; a backend
+shards them and then reads its own slices. Buffers (rotary frequencies) are real from the start, because the
+model's constructor computes them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megarl.models.huggingface.attention import IMPLEMENTATION
 logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
-# Old checkpoints store the rotary frequencies, which every model computes from its config.
+# Old checkpoints contain the rotary frequencies, which every model computes from its config.
 _IGNORABLE = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move every parameter that a module registers inside the block to the meta device at once; buffers stay
-    where they are created."""
+    """Within the context, move every parameter that a module registers to the meta device. Buffers are not
+    moved."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -47,7 +47,7 @@ def parameters_on_meta() -> Iterator[None]:
                 parameter.to("meta"), requires_grad=parameter.requires_grad
             )
 
-    # Replace it on the class, because the constructors of all modules below call it.
+    # Patch the class, because the constructors of all inner modules call it.
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -61,23 +61,22 @@ def build_on_meta(
     """Build a causal language model with float32 parameters on the meta device, real buffers, and the
     engine's attention.
 
-    With ``scores``, build a scoring model, whose ``logits`` [n, t, 1] are the output of its score layer at
-    every token. transformers' own model returns only that of the last token that is not padding.
+    With ``scores``, build a reward or value model instead: its ``logits`` [n, t, 1] are the scores of every
+    token. transformers' own model returns only the score of the last token that is not padding.
 
     The embedding row of the padding token is trained like any other, as in Megatron. Otherwise a model whose
-    padding token is also its end-of-text token would never learn to read the end.
+    padding token is also its end-of-text token would never learn the latter's embedding.
 
     Args:
         hf_config: the model's config; not modified.
         vocabulary: rows of embedding and output layer, at least the true size; None for the true size.
-        scores: build a scoring model; its config is one of ``megarl.models.engine.scoring``.
+        scores: build a model with a score layer; its config must come from ``megarl.models.engine.scoring``.
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ModelError: vLLM would compute another model from the config, or the model has other inputs besides
-            text.
+        ModelError: vLLM would compute another model from the config, or the model has inputs other than text.
     """
-    # Copy, because vocabulary and dropout are changed below, whereas the caller exports its own config.
+    # Copy, because vocabulary and dropout are changed below, and the caller exports its own config.
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
     if text is not config:
@@ -102,8 +101,7 @@ def build_on_meta(
         "attn_pdrop",
     ):
         if getattr(text, name, 0.0):
-            # With dropout, the log-probabilities of a training step would differ from those that were
-            # computed before it.
+            # With dropout, log-probabilities in a training step would differ from those computed before it.
             logger.warning("%s = %s in the model's config.json: training uses 0", name, getattr(text, name))
             setattr(text, name, 0.0)
     if vocabulary is not None:
@@ -133,7 +131,7 @@ def _score_every_token(model: Any) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether embedding and output layer share one parameter; False for a module without them."""
+    """Return whether embedding and output layer share one parameter; False for a module that lacks them."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return output is not None and output.weight is model.get_input_embeddings().weight
 
@@ -144,7 +142,11 @@ def tie(model: Any) -> None:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Return the model's transformer layers, in order."""
+    """Return the model's transformer layers, in order.
+
+    Raises:
+        ModelError: the model does not name its layer classes (``_no_split_modules``).
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -156,22 +158,23 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 
 def recompute_layers(model: Any) -> None:
-    """Keep only the input of every layer, and recompute the layer in the backward pass.
+    """Enable activation checkpointing: keep only each layer's input, and recompute the layer in the backward
+    pass.
 
-    The layer's ``forward`` is wrapped inside all hooks, so that parameters are gathered around it, not by it.
+    ``forward`` is wrapped inside all hooks, so that parameters are gathered outside of the recomputed
+    function.
     """
     for layer in layers_of(model):
-        # Use the non-reentrant kind: the reentrant one accepts no keyword arguments, by which sequence
-        # layouts are passed.
+        # The reentrant variant accepts no keyword arguments, by which sequence layouts are passed.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a checkpoint matches a model as ``check_names`` does, and that the model saves only
-    parameters.
+    """Check that a checkpoint matches a model (``check_names``) and that the model has no persistent
+    buffers.
 
     Raises:
-        ModelError: the model saves a buffer in its checkpoints; or as in ``check_names``.
+        ModelError: the model has a persistent buffer, or as in ``check_names``.
     """
     if buffers := model.state_dict().keys() & dict(model.named_buffers(remove_duplicate=False)).keys():
         raise ModelError(
@@ -182,15 +185,16 @@ def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str,
 
 
 def check_names(source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-    """Check that a checkpoint has exactly the tensors of a model, in the right shapes. Only headers are read.
+    """Check that a checkpoint has exactly a model's tensors, in the right shapes. Only file headers are
+    read.
 
     Args:
         source: the checkpoint.
-        shapes: shapes by name, without vocabulary padding.
-        tied: the checkpoint may also store the tied output layer.
+        shapes: the model's shapes by name, without vocabulary padding.
+        tied: the checkpoint may additionally contain the tied output layer.
 
     Raises:
-        ModelError: a tensor is missing, unknown or of another shape; the message names the first ten.
+        ModelError: a tensor is missing, unknown or of another shape; the message lists the first ten.
     """
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in source]
     for name, shape in shapes.items():

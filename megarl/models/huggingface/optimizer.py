@@ -1,12 +1,12 @@
-"""Optimizer and learning-rate schedule of the torch backends, by import path and keyword arguments.
+"""Optimizer and learning-rate schedule of the torch backends, given by import path and keyword arguments.
 
-Vectors (parameters with one dimension: biases and norms) have their own group, so that
+One-dimensional parameters (biases and norms) have their own parameter group, so that
 ``weight_decay_on_vectors: false`` can exclude them from weight decay, as Megatron does. The schedule counts
 ``train()`` calls.
 
-Adam and AdamW use torch's fused kernel if the configuration does not choose one: it makes one pass over the
-state instead of a dozen operations per parameter. Its rounding differs from the plain kernel's, so a
-checkpoint records which of the two wrote it, and a run continues with that one.
+Adam and AdamW use torch's fused kernel unless the configuration selects another: it makes one pass over the
+state instead of a dozen operations per parameter. The kernels round differently, so a checkpoint records
+which one wrote it, and a resumed run uses the same.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megarl.models.engine.low_precision_adam import LowPrecisionAdamW, StateSett
 
 OPTIMIZER = "policy.optimizer"
 SCHEDULER = "policy.scheduler"
-# A step of these needs more than the available gradients: a closure or sparse gradients.
+# Optimizers that need more than dense gradients: a closure or sparse gradients.
 UNSUITABLE = frozenset({"LBFGS", "SparseAdam"})
-# Arguments that choose a kernel, and the key in a parameter group that records that the configuration did not
-# choose one.
+# Arguments that select a kernel, and the parameter-group key that records that the configuration selects
+# none.
 KERNEL_ARGUMENTS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 OPEN_KERNEL = "kernel_is_open"
 
@@ -51,15 +51,15 @@ def build_optimizer(
     """Build the optimizer of ``policy.optimizer`` over all trainable parameters.
 
     Args:
-        policy: ``optimizer`` is ``{name: import path, kwargs: {...}, weight_decay_on_vectors: true or
-            false}``.
+        policy: the policy configuration. Its ``optimizer`` has ``name`` (import path), ``kwargs``,
+            ``weight_decay_on_vectors`` and the dtypes of parameters and state.
         named_parameters: each parameter once.
-        dimensions: number of dimensions of each full parameter by name; needed if a rank's shard does not
-            show it.
-        seed: seed for rounding states below float32.
+        dimensions: number of dimensions of each full parameter, by name; needed if shards have another
+            number.
+        seed: seed of stochastic rounding for state below float32.
 
     Raises:
-        ConfigError: there is no such optimizer, or it does not accept an argument or a value.
+        ConfigError: the optimizer does not exist, or rejects an argument or a value.
     """
     chosen = {**defaults_of(PytorchOptimizerConfig), **(at(policy, "optimizer") or {})}
     if "name" not in chosen:
@@ -84,13 +84,13 @@ def build_optimizer(
     names: dict[torch.Tensor, str] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            # Include the shard: ranks with the same part of a parameter have to round it alike, whereas
-            # others need not.
+            # Rounding is seeded by this name. It includes the shard index, because replicas of a shard must
+            # be rounded alike.
             names[parameter] = f"{_shard_number(parameter)} {name}"
             count = parameter.ndim if dimensions is None else dimensions[name]
             (matrices if count > 1 else vectors).append(parameter)
     decays = chosen["weight_decay_on_vectors"] or "weight_decay" not in accepted
-    # Add the argument only if the optimizer knows it, because others would refuse it in a group.
+    # Only if the optimizer has this argument: others would reject the group.
     without_decay = {} if decays else {"weight_decay": 0.0}
     groups: list[dict[str, Any]] = [
         *([{"params": matrices}] if matrices else []),
@@ -100,13 +100,13 @@ def build_optimizer(
         chosen["master_dtype"], chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"], seed=seed
     )
     if not states.are_plain:
-        # A rule of the configuration has already refused other optimizers with such states.
+        # The configuration rules have already rejected other optimizers with such state formats.
         decoupled = kind is torch.optim.AdamW
         made = _construct(
             OPTIMIZER,
             LowPrecisionAdamW,
             groups,
-            # Use torch's own default of each class, which the kwargs may replace.
+            # Start from torch's default for each class; the user's kwargs override it.
             {"weight_decay": 1e-2 * decoupled, "decoupled": decoupled, **kwargs},
         )
         made.settings, made.place_of = states, lambda parameter: (names[parameter], 0)
@@ -115,33 +115,32 @@ def build_optimizer(
         kwargs.get(name) is None for name in KERNEL_ARGUMENTS
     ):
         for group in groups:
-            # Store the choice in the group, which a checkpoint saves, so that a run that began with another
-            # kernel continues with it.
+            # Store the choice in the group, which checkpoints contain, so that a run that began with another
+            # kernel keeps it.
             group.update({"fused": True, OPEN_KERNEL: True})
     return _construct(OPTIMIZER, kind, groups, kwargs)
 
 
 def _shard_number(parameter: torch.Tensor) -> int:
-    """Return the index of this rank's shard of a parameter, which is the same on ranks with copies of it."""
+    """Return the index of this rank's shard of a parameter; replicas of a shard have the same index."""
     if isinstance(parameter, DTensor):
         return parameter.device_mesh.get_local_rank(0)
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Build the learning-rate schedule of ``policy.scheduler``. Without one, the learning rate is constant,
+    """Build the learning-rate schedule of ``policy.scheduler``. Without one the learning rate is constant,
     but steps are still counted.
 
-    ``{name, kwargs}`` is one schedule. A list of them that ends with ``{milestones: [...]}`` is a sequence:
-    at the first milestone the second schedule takes over, and so on.
+    ``{name, kwargs}`` is a single schedule. A list of schedules that ends with ``{milestones: [...]}`` is a
+    sequence: at each milestone (a step) the next schedule takes over.
 
     Raises:
-        ConfigError: there is no such schedule, it does not accept an argument, or the milestones do not
-            match.
+        ConfigError: a schedule does not exist or rejects an argument, or the milestones do not match.
     """
     chosen = policy["scheduler"]
     if not chosen:
-        # Make a schedule in any case, because it counts the steps at which a later schedule resumes.
+        # Always create a schedule, because its step count is where a later schedule resumes.
         return ConstantLR(optimizer, factor=1.0, total_iters=1)
     if isinstance(chosen, Mapping):
         return _one_schedule(SCHEDULER, chosen, optimizer)
@@ -153,7 +152,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
 
 
 def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return the part of a schedule that a checkpoint stores for ``resume_schedule``."""
+    """Return the content that ``resume_schedule`` needs from a checkpoint."""
     return {
         "kind": type(scheduler).__name__,
         "state": scheduler.state_dict(),
@@ -162,15 +161,15 @@ def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, An
 
 
 def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping[str, Any]) -> LRScheduler:
-    """Return the schedule at the step of a checkpoint, whose optimizer state has already been loaded.
+    """Return the schedule at a checkpoint's step. The optimizer state must already be loaded.
 
-    If the schedule has the checkpoint's settings, it gets the checkpoint's state, so that a run continues bit
-    for bit. A schedule with other settings is stepped from the run's beginning to the checkpoint's step.
+    A schedule with the checkpoint's settings gets the checkpoint's state, so that the run continues bit for
+    bit. A schedule with other settings is stepped from 0 to the checkpoint's step.
 
     Args:
-        policy: the configuration, whose settings apply.
-        scheduler: schedule that was built from it.
-        saved: saved schedule of the checkpoint; version 0.1 did not save the settings.
+        policy: the current configuration, which decides the settings.
+        scheduler: the schedule built from it.
+        saved: the checkpoint's saved schedule; version 0.1 did not save the settings.
     """
     optimizer = scheduler.optimizer
     settings, before = _settings(policy, optimizer), schedule_values(optimizer)["lr"]
@@ -179,8 +178,7 @@ def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping
         return scheduler
     for group in optimizer.param_groups:
         group["lr"] = settings["lr"]
-        # Remove it, because torch takes the base rate of a new schedule from it, and would keep the
-        # checkpoint's.
+        # torch takes the base rate of a new schedule from this key, and would use the checkpoint's.
         group.pop("initial_lr", None)
     resumed, steps = build_scheduler(policy, optimizer), saved["state"]["last_epoch"]
     with warnings.catch_warnings(
@@ -206,8 +204,8 @@ def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of the squares of all entries, 0-d float64 on ``device``."""
-    # Use float64, so that the norm is the same number for every division of parameters over ranks.
+    """Return the sum of the squares of all elements, 0-d float64 on ``device``."""
+    # float64, so that the norm is the same for every sharding.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).to(device) for gradient in gradients]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
@@ -224,21 +222,23 @@ def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tens
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> float:
-    """Return the L2 norm of the gradient over all ranks, the same number on all of them.
+    """Return the L2 norm of the gradient over all ranks; the result is the same on all of them. Collective
+    over all ranks.
 
     Args:
-        parameters: parameters whose local pieces this rank counts; one rank must count each element.
+        parameters: parameters whose local shards this rank contributes; each element must be contributed by
+            one rank.
         device: device for collectives.
     """
     total = squared_norm(local_gradients(parameters), device)
-    # Sum over all ranks, because each element counts on exactly one rank (see _counted).
+    # Sum over all ranks: exactly one rank contributes each element (see _counted).
     dist.all_reduce(total)
     return float(total.sqrt())
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) -> None:
-    """Scale gradients in place so that their norm, given as ``norm``, is at most ``bound``. With None or 0
-    they are not changed."""
+    """Scale gradients in place so that their joint norm, passed as ``norm``, is at most ``bound``. None or 0
+    disables clipping."""
     if not bound:
         return
     factor = bound / (norm + 1e-6)  # torch.nn.utils.clip_grad_norm_ and Megatron add the same small number.
@@ -254,11 +254,11 @@ GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
 @dataclass(slots=True)
 class LossScale:
-    """Factor of every loss in the backward pass, which keeps small float16 gradients from vanishing.
+    """Factor of every loss in the backward pass, which keeps small float16 gradients from underflowing.
 
     Attributes:
-        factor: the present factor; always 1 without scaling.
-        dynamic: False for float32 and bfloat16, whose exponents have enough range.
+        factor: the current factor; always 1 without scaling.
+        dynamic: False for float32 and bfloat16, which have enough range.
         clean_steps: steps without overflow since the factor last changed.
     """
 
@@ -268,16 +268,17 @@ class LossScale:
 
     @classmethod
     def for_float16(cls) -> LossScale:
-        """Return a dynamic loss scale, which is lowered at overflows and raised again later."""
+        """Return a dynamic loss scale, which is halved at an overflow and doubled after ``INTERVAL`` steps
+        without one."""
         return cls(INITIAL, dynamic=True)
 
     def accepts(self, norm: float) -> bool:
-        """Return whether a step with this gradient norm may be taken, and set the factor of the next step.
-        All ranks pass the same norm."""
+        """Return whether a step with this gradient norm may be taken, and update the factor for the next
+        step. The norm must be the same on all ranks."""
         if not self.dynamic:
             return True
         if not math.isfinite(norm):
-            # Never go below 1: if a loss overflows without a scale, scaling it down does not help.
+            # Never go below 1: if an unscaled loss overflows, scaling it down does not help.
             self.factor, self.clean_steps = max(1.0, self.factor * BACKOFF), 0
             return False
         self.clean_steps += 1
@@ -287,7 +288,7 @@ class LossScale:
 
 
 def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Split a list of schedules into the schedules, and the steps at which the next one takes over."""
+    """Split the configured list into the schedules and the steps at which each next one takes over."""
     faults = list(milestone_faults(chosen))
     if faults:
         raise ConfigError(faults)
@@ -297,7 +298,7 @@ def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping
 
 def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
     kind = _resolve(f"{key}.name", chosen.get("name"), LRScheduler, "torch.optim.lr_scheduler.LinearLR")
-    # Refuse it: it is an LRScheduler in newer torch, but its step requires a metric.
+    # It is an LRScheduler in newer torch, but its step requires a metric.
     if issubclass(kind, ReduceLROnPlateau):
         raise _refusal(
             f"{key}.name",
@@ -311,7 +312,11 @@ def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Op
 
 
 def _resolve(key: str, path: Any, base: type, example: str) -> Any:
-    """Return the class at an import path, or raise ConfigError."""
+    """Return the class at an import path.
+
+    Raises:
+        ConfigError: there is none, or it is not a subclass of ``base``.
+    """
     module, _, name = str(path).rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)
@@ -328,7 +333,12 @@ def _resolve(key: str, path: Any, base: type, example: str) -> Any:
 
 
 def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set[str]) -> set[str]:
-    """Raise ConfigError for arguments that ``kind`` does not accept, and return the names that it does."""
+    """Check that ``kind`` has all arguments in ``kwargs``, and return the names of its arguments without
+    those in ``given``.
+
+    Raises:
+        ConfigError: an argument is unknown.
+    """
     parameters = inspect.signature(kind).parameters
     accepted = parameters.keys() - given
     # With **kwargs, every name is accepted here; the constructor itself refuses those that it does not know.

@@ -1,4 +1,4 @@
-"""Passes of micro-batches through a transformers model, with one of the engine's heads at the end."""
+"""Runs micro-batches through a transformers model, with one of the engine's heads computing the result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from megarl.models.engine.output_layer import Request, answers_requests, asking
 
 
 def output_of(model: Any, model_input: ModelInput, request: Request | None = None) -> torch.Tensor:
-    """Return the logits [n, t, V] of one micro-batch, for this rank's positions and vocabulary columns; or
-    the result of ``request`` instead.
+    """Return the logits [n, t, V] of one micro-batch, for this rank's positions and vocabulary columns; with
+    ``request``, return the requested output instead.
 
     Raises:
-        ModelError: the model changes its logits after the output layer, which a request cannot account for.
+        ModelError: the model changes its logits after the output layer, which a request for log-probabilities
+            cannot take into account.
     """
     with asking(request):
         output = model(
@@ -40,11 +41,11 @@ def output_of(model: Any, model_input: ModelInput, request: Request | None = Non
 
 
 def _request(head: Head, model: Any, model_input: ModelInput) -> Request | None:
-    """Return the request of ``head`` to the model's output layer; None if that layer does not answer
+    """Return the head's request to the output layer; None if the head has none or the layer cannot serve
     requests.
 
     Raises:
-        ModelError: the layer does not answer requests, but the configuration demands chunks.
+        ModelError: the layer cannot serve requests, but the configuration requires chunked log-probabilities.
     """
     request = head.asks(model_input)
     if request is None or answers_requests(model.get_output_embeddings()):
@@ -70,20 +71,18 @@ def forward_backward(
     loss_scale: float = 1.0,
     before_last: Callable[[], None] = lambda: None,
 ) -> list[HeadOutput]:
-    """Run ``head`` on every micro-batch in order, and with ``backward`` accumulate the gradients of the
-    losses.
+    """Run ``head`` on every micro-batch in order; with ``backward``, accumulate gradients of the losses.
 
     Args:
-        model: a causal language model of transformers, wrapped or not; a wrapper reduces gradients over
-            ranks.
+        model: a causal language model, possibly in a wrapper that reduces gradients over ranks.
         inputs: the micro-batches.
-        head: gets the logits [n, t, V] of each, or the result of its request.
-        backward: also run the backward pass from the head's loss.
+        head: gets the logits [n, t, V] of each micro-batch, or the output that it requested.
+        backward: run the backward pass.
         loss_scale: factor of every loss in the backward pass, for float16.
         before_last: called before the last micro-batch.
 
     Returns:
-        Results of the head, in order; losses are detached.
+        The head's outputs in order, with detached losses.
     """
     outputs = []
     for number, model_input in enumerate(inputs, start=1):
@@ -93,7 +92,7 @@ def forward_backward(
         result = head(output_of(model, model_input, request), model_input, request)
         if backward:
             assert result.loss is not None, "a backward pass needs a head that returns a loss"
-            # Run backward for each micro-batch at once, so that its activations are freed before the next
+            # Run backward for each micro-batch immediately, so that its activations are freed before the next
             # one.
             (result.loss * loss_scale if loss_scale != 1.0 else result.loss).backward()
         outputs.append(

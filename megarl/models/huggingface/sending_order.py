@@ -1,5 +1,5 @@
-"""The order in which a transformers model's weights are sent: that of the mapping rules, in which Megatron
-exports too."""
+"""The order in which a transformers model's weights are sent: that of the mapping rules, as in Megatron's
+exports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from converters.mapping.rules import hf_names
 
 
 def in_sending_order(names: Iterable[str], hf_config: Any) -> list[str]:
-    """Return parameter names in the export order of all backends. The names of a model without mapping rules
-    keep their own order.
+    """Sort parameter names into the export order of all backends. Without mapping rules for the model, the
+    given order is kept.
 
     Args:
-        names: names of the model's parameters.
+        names: the model's parameter names.
         hf_config: its transformers config.
     """
     try:

@@ -1,11 +1,11 @@
 """The Megatron-Core backend.
 
-At import, Megatron-Core warns on every rank about each optional package that is absent. We log the chosen
-layer spec and optimizer ourselves, once, so this package silences those warnings before it imports
-Megatron-Core. At import, Megatron-Core also chooses how its small functions are compiled, and whether
-Transformer Engine is present. Later releases log their own deprecation plans, some for every layer; users
-cannot act on these, so they are hidden as well. `megarl doctor` and the README state that GPTModel is
-deprecated.
+Importing the package hides Megatron-Core's warnings that users cannot act on: missing optional packages (one
+warning per rank) and deprecation plans of later releases. megarl logs the chosen layer spec and optimizer
+itself, once. `megarl doctor` and the README state that GPTModel is deprecated.
+
+Importing Megatron-Core also fixes for the process how its small functions are compiled and whether
+Transformer Engine is used, so both choices are made here.
 """
 
 import logging
@@ -14,7 +14,7 @@ import warnings
 from megarl.models.megatron.cuda_redirect import without_compiler
 from megarl.models.megatron.transformer_engine import find
 
-# The beginnings of messages that are hidden, by the logger that emits them.
+# Prefixes of the log messages to hide, by the name of their logger.
 _TO_DEVELOPERS = {
     "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
@@ -34,9 +34,9 @@ warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron
 for _name, _beginning in _TO_DEVELOPERS.items():
     _hide(_name, _beginning)
 
-# Call this before the first import of Megatron-Core, which a broken Transformer Engine would make fail.
+# Look for Transformer Engine before the first import of Megatron-Core, because that import fails if the
+# installed Transformer Engine is broken.
 find()
 with without_compiler():
-    # This module binds torch.compile when it is imported, so that this import fixes the choice for the
-    # process.
+    # Import this module here: it binds torch.compile on import, and the binding stays for the whole process.
     import megatron.core.jit  # noqa: F401

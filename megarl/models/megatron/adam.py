@@ -1,9 +1,9 @@
-"""AdamW with one step counter per parameter group, as in the fused optimizers of Transformer Engine and Apex.
+"""AdamW with one step counter per parameter group, as in the fused optimizers of Transformer Engine and
+Apex.
 
-torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves
-optimizer state as slices of parameters, and next to them only the contents of the parameter groups, so
-torch's counters are lost or shared after a resume. With the counter in the group, save, load and resharding
-need no special case.
+torch's AdamW keeps a step tensor for every parameter. Megatron-Core's distributed optimizer saves only
+tensors that have the parameter's shape, and the contents of the parameter groups; torch's counters would be
+lost or shared after a resume. A counter in the group is saved, loaded and resharded without special cases.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class GroupStepAdamW(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas: decay of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay.
-        decoupled: False gives Adam with the decay added to the gradient instead.
-        capturable: set by newer Megatron-Core; only False is possible, because the step counter is a number
-            on the host.
+        betas: decay rates of the first and the second moment.
+        eps: added to the square root of the second moment.
+        weight_decay: weight decay.
+        decoupled: False adds the weight decay to the gradient (plain Adam).
+        capturable: argument of newer Megatron-Core; must be False, because the step counter is a number on
+            the host.
 
     Raises:
         ConfigError: ``capturable`` is True.
@@ -63,7 +63,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         self.decoupled = decoupled
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
-        """Create the two moments of ``parameter``, both zero, unless it has them."""
+        """Create zero moments for ``parameter`` unless it already has them."""
         if not self.state[parameter]:
             self.state[parameter] = {
                 "exp_avg": torch.zeros_like(parameter.data),
@@ -72,13 +72,12 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters from the gradients in ``.grad``; parameters without a gradient are left
-        alone."""
+        """Update the parameters from ``.grad``; parameters without a gradient do not change."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Use torch's functional forms for the arithmetic: only the step counters are kept here.
+        # torch's functional forms do the arithmetic; only the step counters are kept here.
         update = adamw if self.decoupled else adam
         for group in self.param_groups:
             parameters, gradients, averages, squares = [], [], [], []
@@ -113,8 +112,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 foreach=False,
                 capturable=False,
                 differentiable=False,
-                # Use one fused kernel, on a CPU too. foreach is False, because torch accepts only one of the
-                # two.
+                # Use the fused kernel, on a CPU too; torch accepts only one of foreach and fused.
                 fused=True,
             )
             group["step"] = int(group.get("step", 0)) + 1
@@ -129,15 +127,14 @@ class GroupStepAdam(GroupStepAdamW):
 
 
 class ShardedAdamW(LowPrecisionAdamW):
-    """``LowPrecisionAdamW`` over the shards of Megatron-Core's distributed optimizer, with the step counter
-    in the parameter group.
+    """``LowPrecisionAdamW`` over the shards of Megatron-Core's distributed optimizer, with a step counter per
+    parameter group.
 
-    It reads gradients from ``decoupled_grad``, where data parallelism leaves them, in the dtype of the
-    reduction.
+    It reads gradients from ``decoupled_grad``, in the dtype in which data parallelism reduced them.
 
     Attributes:
-        gradient_factor: scales the gradients of the next step, to clip their norm; scaling 16-bit gradients
-            themselves would round them once more.
+        gradient_factor: factor by which the next step scales gradients, used for norm clipping. Scaling
+            16-bit gradients in place would round them once more.
     """
 
     gradient_factor = 1.0
@@ -145,9 +142,11 @@ class ShardedAdamW(LowPrecisionAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters; those without a gradient are left alone. The parameters on the device are
-        queued first, and their kernels run while the CPU updates the parameters in host memory, which goes on
-        until ``finish``."""
+        """Update the parameters that have a gradient.
+
+        Kernels for state on the device are queued first and run while the CPU updates parameters whose state
+        is in host memory. The CPU part may continue after the return; ``finish`` waits for it.
+        """
         in_host_memory, host = [], self._in_host_memory()
         if host is not None:
             host.begin()
@@ -157,8 +156,8 @@ class ShardedAdamW(LowPrecisionAdamW):
                 for parameter in group["params"]
                 if getattr(parameter, "decoupled_grad", None) is not None
             ]
-            # A group without gradients on this rank does not count a step; _agree_on_steps corrects this for
-            # checkpoints.
+            # A group without gradients on this rank does not count the step; _agree_on_steps corrects this
+            # for checkpoints.
             if parameters:
                 group["step"] = int(group.get("step", 0)) + 1
             for parameter in parameters:
@@ -169,8 +168,8 @@ class ShardedAdamW(LowPrecisionAdamW):
                 ):
                     if in_host and host is not None:
                         early = host.early(parameter)
-                        # Without an early copy the gradient is copied now: norms, tied embeddings and float16
-                        # gradients are not copied early.
+                        # Norms, tied embeddings and float16 gradients are not copied during the backward
+                        # pass, but now.
                         if early is not None:
                             shard = replace(shard, gradient=early, is_early=True)
                         in_host_memory.append((shard, numbers))
@@ -180,7 +179,7 @@ class ShardedAdamW(LowPrecisionAdamW):
             host.start(in_host_memory, self.settings)
 
     def finish(self) -> None:
-        """Wait for the update of the parameters in host memory; see ``HostAdam``."""
+        """Wait for the CPU's update of parameters with state in host memory; see ``HostAdam``."""
         if self._host is not None:
             self._host.finish()
 
@@ -190,19 +189,19 @@ class ShardedAdamW(LowPrecisionAdamW):
         return self._host
 
     def copy_early(self, parameter: torch.Tensor, gradient: torch.Tensor, wait: Callable[[], object]) -> None:
-        """Begin to copy the gradient of states in host memory; see ``HostAdam``.
+        """Start copying the gradient for a state in host memory; see ``HostAdam``.
 
         Args:
             parameter: a shard.
-            gradient: the gradient of this rank's shard, flat.
-            wait: see ``HostAdam``.
+            gradient: the shard's gradient, flat.
+            wait: waits until the gradient is reduced; see ``HostAdam``.
         """
         host, kept = self._in_host_memory(), self.host_part[parameter]
         if host is not None and kept:
             host.copy_early(parameter, gradient[:kept], wait)
 
     def forget_early(self) -> None:
-        """Forget gradients that were copied early for a step that is skipped."""
+        """Discard early gradient copies after a skipped step."""
         if self._host is not None:
             self._host.forget()
 
@@ -216,42 +215,41 @@ class ShardedAdamW(LowPrecisionAdamW):
         left = round(self.settings.host_share * count)
         self.host_part = {}
         for parameter in parameters:
-            # Split at a multiple of BLOCK, because the two parts of a split block would have scales other
-            # than the whole block's.
+            # Split at a multiple of BLOCK: a split block would get two scales, different from that of the
+            # full block.
             part = parameter.numel() if left >= parameter.numel() else left // BLOCK * BLOCK
             self.host_part[parameter], left = part, left - part
 
     def copy_weights(self) -> None:
-        """Update the float32 copies of weights that were written from outside."""
+        """Update the master weights from weights that were written from outside."""
         for parameter in self.state:
             self._copy_weights(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hyperparameters, and the state in its stored format, which Megatron-Core does
-        not save."""
-        # Bypass LowPrecisionAdamW, whose state_dict is for the torch backends: here the states are streamed
-        # to DCP.
+        """Return the hyperparameters and the state in its stored format. Megatron-Core saves only the
+        hyperparameters."""
+        # LowPrecisionAdamW's state_dict is for the torch backends; here state is streamed to the checkpoint
+        # by state_stream.
         return torch.optim.Optimizer.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the hyperparameters; ``write_state`` loads the state."""
         kept = self.state
-        # Load without states: torch would cast each to the dtype of its parameter, which breaks stored
-        # formats.
+        # Load without the state: torch would cast it to the parameter's dtype, which corrupts other formats.
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})
         self.state = kept
 
 
 def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> None:
-    """Make a model's buckets copy the gradients of states in host memory during the backward pass, each as
-    soon as data parallelism has reduced it.
+    """Make a model's buckets copy gradients for state in host memory during the backward pass, each as soon
+    as data parallelism has reduced it.
 
-    The step itself has to wait for the end of the backward pass: clipping scales its gradients by the norm of
-    all gradients, and a norm that is not finite forbids the step.
+    Only the copies can start that early. The step must wait for the end of the backward pass: clipping needs
+    the norm of all gradients, and a non-finite norm forbids the step.
 
     Args:
-        chunks: the model chunks, whose gradient reductions overlap with the backward pass.
-        inner: a distributed optimizer, whose Adam is a ``ShardedAdamW`` that has placed its states.
+        chunks: the model chunks; their gradient reductions must overlap with the backward pass.
+        inner: a distributed optimizer whose Adam is a ``ShardedAdamW`` that has placed its states.
     """
     for chunk in chunks:
         tied = chunk.module.share_embeddings_and_output_weights
@@ -266,17 +264,18 @@ def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> No
                 for parameter in group.param_to_bucket
                 if parameter in final and parameter in inner.model_param_group_index_map
             ]
-            # Patch the instance, whose method Megatron-Core calls from its backward hook as soon as a bucket
-            # is full.
+            # Patch the instance: Megatron-Core's backward hook calls this method as soon as a bucket is full.
             group.start_grad_sync = functools.partial(
                 _start_and_copy, group.start_grad_sync, group, inner, own
             )
 
 
 def _is_final(name: str, parameter: Any, tied: bool) -> bool:
-    """Return whether data parallelism is the last to reduce the gradient of a parameter. After it,
-    Megatron-Core's ``finalize_model_grads`` also reduces the gradients of whole parameters under sequence
-    parallelism, of norms, and of a tied embedding."""
+    """Return whether no reduction changes a parameter's gradient after data parallelism.
+
+    ``finalize_model_grads`` later reduces gradients of norms, of a tied embedding, and of replicated
+    parameters under sequence parallelism.
+    """
     later = parameter.ndim == 1 or (tied and ("word_embeddings" in name or "output_layer" in name))
     marks = ("sequence_parallel", "average_gradients_across_tp_domain")
     return not later and not any(getattr(parameter, mark, False) for mark in marks)
@@ -292,13 +291,12 @@ def _start_and_copy(
 ) -> None:
     start(*arguments, **options)
     adam: ShardedAdamW = inner.optimizer
-    # The handle is None if the reduction was synchronous, so that there is nothing to wait for.
+    # The handle is None after a synchronous reduction, when there is nothing to wait for.
     handle = group.grad_reduce_handle
     for parameter in parameters:
         place, order = inner.model_param_group_index_map[parameter]
         shard = adam.param_groups[place]["params"][order]
         owned = inner._get_model_param_range_map(parameter)["param"]
-        # Copy only the part that this rank keeps after the reduce-scatter: the rest of the buffer is not
-        # summed.
+        # Copy only this rank's part of the reduce-scatter; the rest of the buffer is not summed.
         gradient = parameter.main_grad.view(-1)[owned.start : owned.end]
         adam.copy_early(shard, gradient, handle.wait if handle is not None else lambda: None)

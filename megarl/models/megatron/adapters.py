@@ -1,22 +1,21 @@
-"""Low-rank adapters of Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context and
+"""Low-rank adapters for Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context and
 data parallelism.
 
-A layer that Megatron fuses (query, key and value; gate and up) has one pair of factors for each matrix in it,
-as in PEFT. The factor on the sharded side of the layer is sharded with it; the other factor is whole on every
-tensor-parallel rank:
+A layer in which Megatron fuses several matrices (query, key and value; gate and up) has one pair of factors
+per matrix, as in PEFT. One factor is sharded like the layer; the other is replicated on every tensor-parallel
+rank:
 
-    column-parallel   h = s A x, whole on every rank   B split by rows      gradient of A: from h of all ranks
+    column-parallel   h = s A x, full on every rank    B split by rows      gradient of A: from h of all ranks
     row-parallel      h = s sum over ranks of A x      A split by columns   gradient of B: from its own output
 
-Under sequence parallelism a rank computes the gradient of the whole factor for its own run of the sequence
-only. Such a factor is marked ``sequence_parallel``, and Megatron-Core sums its gradients over the ranks as it
-does those of norms. Because the factor has no ``tensor_model_parallel`` mark, it counts once in the gradient
-norm. Data parallelism, the optimizer and checkpoints see the factors alone, because nothing else requires
-gradients.
+Under sequence parallelism a rank computes the replicated factor's gradient for its own part of the sequence
+only. The factor is marked ``sequence_parallel``, so Megatron-Core sums its gradients over the ranks as it
+does for norms. It has no ``tensor_model_parallel`` mark, so it counts once in the gradient norm. Data
+parallelism, the optimizer and checkpoints see only the factors, because nothing else requires gradients.
 
-An expert that is sharded over ranks gets all tokens on each rank, and the outputs of the ranks are summed
-after the layer of experts. Each rank computes a part of the gradient of the whole factor, so these parts are
-summed, and the first of the ranks counts the gradient in the norm.
+An expert that is sharded over ranks gets all tokens on each of them, and the ranks' outputs are summed after
+the expert layer. Each rank then has only a part of the replicated factor's gradient. These parts are summed,
+and only the first rank counts the result in the norm.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ from megarl.models.megatron.parallel import ExpertGroups
 from megarl.models.megatron.vocabulary_adapters import AdaptedEmbedding, EmbeddingAdapter
 
 logger = logging.getLogger(__name__)
-# PEFT (0.21) turns these names into names of stacks of experts in some mixtures, wherever they occur.
+# PEFT (0.21) renames these to stacks of experts in some mixture-of-experts models, wherever they occur.
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -89,9 +88,9 @@ class Pair:
     """A matrix A and the matrices B that it is multiplied by.
 
     Attributes:
-        module: the Hugging Face name of A's layer; in a stack of experts, the part of one expert.
+        module: Hugging Face name of A's layer; in a stack of experts, the name of one expert in it.
         rows: number of rows of B, over all parts.
-        parts: rows of B, by the number of the rule's part that they change.
+        parts: for each part of the mapping rule that has an adapter (by index), its rows in B.
     """
 
     module: str
@@ -100,18 +99,18 @@ class Pair:
 
 
 class Adapter(nn.Module):
-    """The adapters of the matrices in one parallel linear layer.
+    """The adapters of all matrices in one parallel linear layer.
 
     Its parameters are this tensor-parallel rank's shards, such as ``lora_A_q_proj`` [r, in] and
     ``lora_B_q_proj`` [rows of q_proj, r].
 
     Args:
         linear: the layer.
-        rule: the rule of the layer's weight.
-        layout: the layout of this rank's shard of the weight.
-        pairs: pairs of matrices; those of an expert in a stack share A.
-        settings: settings of all adapters.
-        switch: switch of all adapters.
+        rule: mapping rule of the layer's weight.
+        layout: layout of this rank's shard of the weight.
+        pairs: the factor pairs; the matrices of an expert in a stack share one A.
+        settings: adapter settings of the model.
+        switch: on-off switch of all adapters of the model.
     """
 
     def __init__(
@@ -127,8 +126,7 @@ class Adapter(nn.Module):
         self._settings, self.switch = settings, switch
         self.is_row, self._of_expert = isinstance(linear, RowParallelLinear), linear.is_expert
         self.sequence_parallel, self._group = (
-            # Experts receive tokens from the dispatcher, so that no part of the sequence is gathered around
-            # them.
+            # Experts get their tokens from the dispatcher, so there is no sequence to gather or scatter.
             linear.sequence_parallel and not self._of_expert,
             linear.tp_group,
         )
@@ -140,7 +138,7 @@ class Adapter(nn.Module):
         self._starts: dict[int, int] = {}
         rows = {}
         if rule.kind is Kind.VOCAB:
-            # Include the rows behind the vocabulary, because a rank may hold only such rows.
+            # Include padding rows of the vocabulary, because a rank may hold only such rows.
             self._starts, rows = {0: linear.tp_group.rank() * layout.shape[0]}, {0: layout.shape[0]}
         else:
             # Keep the first row of each part that this rank holds, by which factors are filled from full
@@ -156,34 +154,34 @@ class Adapter(nn.Module):
         order = (
             _order_of(layout, self._starts, rows) if len(rule.parts) > 1 else torch.arange(layout.shape[0])
         )
-        # If the order changes nothing, register no buffer: index_select would copy the weights in every pass.
+        # Register no buffer for the identity order: index_select would copy the weights in every pass.
         is_needed = not torch.equal(order, torch.arange(len(order)))
-        # The buffer is not persistent: it follows from the layout, and a checkpoint must fit any layout.
+        # Not persistent, because it depends on the layout and a checkpoint must fit any layout.
         self.register_buffer(
             "_order", order.to(linear.weight.device) if is_needed else None, persistent=False
         )
 
     def _register(self, weight: torch.Tensor, name: str, shape: tuple[int, int]) -> None:
-        # Initialise with zeros, not random numbers: fill() sets values that do not depend on the layout.
+        # Zeros for now; fill() sets values that do not depend on the layout.
         parameter: Any = nn.Parameter(weight.new_zeros(shape))
         is_cut = ("_A_" in name) == self.is_row
-        # Megatron-Core counts a parameter in the norm on every rank if it is marked as sharded.
+        # Megatron-Core counts a parameter in the norm on every rank where it is marked as sharded.
         counts = self._of_expert and self._group.rank() == 0
         set_tensor_model_parallel_attributes(
             parameter, is_parallel=is_cut or counts, dim=int("_A_" in name), stride=1
         )
         parameter.sequence_parallel = self.sequence_parallel and not is_cut
-        # Reduce it, like the experts in `build`, over the ranks that hold the same experts.
+        # Reduce gradients of experts, as in `build`, over the ranks that hold the same experts.
         parameter.allreduce = not self._of_expert
         if self._of_expert and not is_cut and not counts:
-            # Mark it as shared: otherwise Megatron-Core would decide by this rank's position among the ranks
-            # over which the rest of the model is sharded.
+            # Mark as shared, so that the norm skips it: otherwise Megatron-Core would decide by this rank's
+            # position in the tensor-parallel group of the rest of the model.
             parameter.shared = True
         self.register_parameter(name, parameter)
 
     @property
     def rank(self) -> int:
-        """Number of rows of all matrices A together, R."""
+        """Total number of rows of all matrices A of the layer, R."""
         return self._settings.rank * len(self._pairs)
 
     @torch.no_grad()
@@ -199,13 +197,13 @@ class Adapter(nn.Module):
             for part, rows in pair.parts.items():
                 own = self.get_parameter(_parameter("B", self._names[part]))
                 start = 0 if self.is_row else self._starts[part]
-                # Rows that pad the vocabulary are beyond the full factor and stay zero.
+                # Padding rows of the vocabulary are beyond the full factor and stay zero.
                 values = whole[rows][start : start + own.shape[0]]
                 own[: len(values)].copy_(values)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the layer's output [s, B, out], given the layer's input [s, B, in]; both
-        have the layer's own sharding over the ranks."""
+        """Return the term that is added to the layer's output [s, B, out], for the layer's input [s, B, in].
+        Both are sharded like the layer's own."""
         return self.added(
             inputs, [self], lambda values, weights: _product_of_rows(F.linear, values, weights[0])
         )
@@ -216,26 +214,26 @@ class Adapter(nn.Module):
         adapters: Sequence[Adapter],
         product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return what adapters add to the output of their layers.
+        """Return the terms that adapters add to the outputs of their layers.
 
         Args:
-            inputs: inputs of the layers [..., in].
-            adapters: adapters of layers of one shape: this one, or those of all experts of this rank.
+            inputs: inputs of the layers, [..., in].
+            adapters: adapters of layers of one shape: this adapter, or those of all experts of this rank.
             product: multiplies values [..., k] by weights [adapters, n, k].
         """
         share, settings = self._settings.dropout, self._settings
         if settings.drops_input:
             inputs = drop(inputs, share, self)
-        # Scale between the factors, where a token has only r numbers and not the layer's width.
+        # Scale here, where a token has only r values instead of the layer's width.
         hidden = product(inputs, self._down_of(adapters)) * settings.scaling
-        # An expert skips the reduction: the ranks' shares are summed after the layer of experts, together
-        # with its own output.
+        # An expert skips the reduction: its output is summed over the ranks after the expert layer, and this
+        # term with it.
         output = product(hidden if self._of_expert else self._between(hidden), self._up_of(adapters))
         return output if settings.drops_input else drop(output, share, self)
 
     def inner(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the scaled product of the input and A, which is whole on every rank of a column-parallel
-        layer."""
+        """Return the scaled matmul of the input with A; for a column-parallel layer the result is full on
+        every rank."""
         dropped = drop(inputs, self._settings.dropout, self)
         hidden = _product_of_rows(F.linear, dropped, self._down_of([self])[0])
         return self._between(hidden * self._settings.scaling)
@@ -245,7 +243,8 @@ class Adapter(nn.Module):
         return self._up_of([self])[0]
 
     def _between(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Reduce, scatter or gather the output of A into the input that B needs."""
+        """Convert the output of A to the layout that B needs: reduce, reduce-scatter, all-gather or copy
+        it."""
         group = self._group
         if self.is_row and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
@@ -264,27 +263,27 @@ class Adapter(nn.Module):
         )
 
     def _up_of(self, adapters: Sequence[Adapter]) -> torch.Tensor:
-        """Return the matrices B of each adapter, [adapters, out, R], each pair's in its own columns of R, and
-        with rows in the order of the layer."""
+        """Return the matrices B of each adapter, [adapters, out, R], rows in the order of the layer. Each
+        pair uses its own columns of R."""
         rank, ups = self._settings.rank, []
         for place, pair in enumerate(self._pairs):
             around = (place * rank, self.rank - (place + 1) * rank)
             for part in pair.parts:
                 name = _parameter("B", self._names[part])
                 ups.append(
-                    # Pad each B with zeros into its columns of one wide B, so that one product serves all
-                    # parts of a fused layer.
+                    # Zero-pad each B to all R columns, so that one matmul serves all matrices of a fused
+                    # layer.
                     F.pad(
                         _stacked(adapters, name, summed_over=self._of_ranks if self.is_row else None), around
                     )
                 )
         order, rows = self._buffers["_order"], torch.cat(ups, dim=1)
-        # Append a row of zeros for the rows of parts without an adapter.
+        # The appended zero row stands for rows of matrices without an adapter.
         return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(1, order)
 
     @property
     def _of_ranks(self) -> Any:
-        """Process group that an expert is sharded over; None for another layer, or for a group of one
+        """Process group over which an expert is sharded; None for other layers, or for a group of one
         rank."""
         return self._group if self._of_expert and self._group.size() > 1 else None
 
@@ -295,8 +294,8 @@ class Adapter(nn.Module):
         )
 
     def factors(self) -> Iterator[tuple[str, str, torch.Tensor, int | None]]:
-        """Yield each factor as its layer, its letter, this rank's shard, and the sharded dimension, None if
-        the factor is whole."""
+        """Yield each factor as (module name, "A" or "B", this rank's shard, sharded dimension or None if
+        replicated)."""
         for pair in self._pairs:
             modules = [("A", pair.module), *(("B", self._names[part]) for part in pair.parts)]
             for letter, module in modules:
@@ -306,8 +305,8 @@ class Adapter(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the factors in the form of Megatron-Core's modules, with the checkpoint keys of
-        Megatron-Bridge's CanonicalLoRA."""
+        """Return the factors as Megatron-Core's modules do, under the checkpoint keys of Megatron-Bridge's
+        CanonicalLoRA."""
         state: dict[str, Any] = {}
         for pair in self._pairs:
             alone = next(iter(pair.parts)) if len(pair.parts) == 1 else None
@@ -326,14 +325,14 @@ class Adapter(nn.Module):
                     tp_group=self._group,
                     dp_cp_group=metadata["dp_cp_group"],
                 )
-                # Each layout pads the vocabulary differently.
+                # Allow it, because layouts pad the vocabulary to different sizes.
                 sharded[f"{prefix}{key}"].allow_shape_mismatch = self._rule.kind is Kind.VOCAB
                 state[f"{prefix}{own}"] = sharded[f"{prefix}{key}"]
         return state
 
     def _stored(self, part: int | None) -> str:
-        """Return CanonicalLoRA's name prefix of a part of a fused layer; an empty string for the whole layer,
-        or for a layer that is not fused."""
+        """Return CanonicalLoRA's key prefix for one matrix of a fused layer; empty for the layer as a whole
+        or a layer that is not fused."""
         return f"{PARTS[self._rule.kind][part]}." if part is not None and self._rule.kind in PARTS else ""
 
 
@@ -342,8 +341,8 @@ def _parameter(letter: str, module: str) -> str:
 
 
 def _stacked(adapters: Sequence[Adapter], name: str, summed_over: Any) -> torch.Tensor:
-    """Stack the adapters' parameters of one name into a tensor [adapters, ...], whose gradient is summed over
-    the group ``summed_over``."""
+    """Stack the adapters' parameters called ``name`` into [adapters, ...]; the gradient is summed over the
+    group ``summed_over`` if given."""
     parameters = (
         torch.stack([adapter.get_parameter(name) for adapter in adapters])
         if len(adapters) > 1
@@ -373,7 +372,7 @@ def _order_of(layout: ShardLayout, starts: Mapping[int, int], rows: Mapping[int,
 
 
 class _Adapted:
-    """A parallel linear layer with an adapter; a checkpoint contains only the adapter."""
+    """Mixin for a parallel linear layer with an adapter."""
 
     adapter: Adapter
     tp_group: dist.ProcessGroup
@@ -385,7 +384,7 @@ class _Adapted:
         if self.adapter.switch.is_on:
             added = self.adapter(input_)
             if added.shape[-1] < output.shape[-1]:
-                # Generation requests the whole vocabulary from the output layer.
+                # Generation lets the output layer gather its output to the full vocabulary.
                 added = gather_from_tensor_model_parallel_region(added, group=self.tp_group)
             output = output + added
         return output, bias
@@ -393,7 +392,8 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        # Include the weight, which Megatron-Core expects in an output layer; the checkpoint leaves it out.
+        # Include the frozen weight, which Megatron-Core expects from an output layer; the checkpoint filters
+        # it out.
         own: dict[str, Any] = super().sharded_state_dict(  # type: ignore[misc]
             prefix, sharded_offsets, metadata
         )
@@ -409,17 +409,17 @@ class AdaptedRowLinear(_Adapted, RowParallelLinear):
 
 
 class Adapters:
-    """All adapters of a model; this rank has those of its pipeline stage.
+    """All adapters of a model. This rank holds those of its pipeline stage.
 
     Args:
-        settings: adapter settings of the configuration.
+        settings: adapter settings from the configuration.
         architecture: the model.
         groups, experts: the process groups.
         seed: seed of the initial matrices A.
 
     Raises:
-        ConfigError: no layer is chosen, or one that cannot be adapted; or the adapter to continue from
-            differs.
+        ConfigError: no layer is selected, or one that cannot have an adapter; or the run continues from an
+            adapter with other settings.
     """
 
     def __init__(
@@ -460,18 +460,18 @@ class Adapters:
         self._score: torch.Tensor | None = None
 
     def put_beside(self, chunks: Sequence[LanguageModule]) -> None:
-        """Add the adapters to their layers and freeze all other parameters. A collective over the world.
+        """Attach the adapters to their layers and freeze all other parameters. Collective over the world.
 
         Raises:
             ConfigError: a model chunk would have nothing to train.
         """
         chosen, idle, other = set(self.adapted), False, ""
         for chunk in chunks:
-            # Freeze everything first: only the adapters, which are added afterwards, have gradients.
+            # Freeze everything first; only the adapters, which are added afterwards, are then trainable.
             chunk.requires_grad_(False)
             _multiply_by_rows(chunk)
             found = 0
-            # The names are listed once, before the loop adds those of the adapters.
+            # global_names lists the names before the loop adds those of the adapters.
             for local, name in global_names(chunk, self._experts).items():
                 if not name.endswith(".weight"):
                     continue
@@ -493,10 +493,9 @@ class Adapters:
                 found += 1
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_begin_gradients)
-        # The full factors of an adapter to continue from are no longer needed, and may be large.
+        # Free the full factors of an adapter to continue from, which may be large.
         self._first.forget()
-        # Raise after the loop: a rank that raised alone would leave the others waiting in the next
-        # collective.
+        # Raise after the loop: one rank raising alone would leave the others waiting in the next collective.
         self._refuse_anywhere(idle, other)
 
     def _pairs_of(self, rule: Rule, chosen: Collection[str]) -> list[Pair]:
@@ -517,7 +516,7 @@ class Adapters:
         self, linear: Any, rule: Rule, pairs: Sequence[Pair], padded_vocab: int
     ) -> Adapter | EmbeddingAdapter:
         adapter: Adapter | EmbeddingAdapter
-        # Change the class instead of wrapping the layer: its names, type and attributes stay what
+        # Change the layer's class instead of wrapping it, so that its names, type and attributes stay what
         # Megatron-Core expects.
         if isinstance(linear, VocabParallelEmbedding):
             adapter = EmbeddingAdapter(linear, rule, self.settings, self.switch)
@@ -536,14 +535,14 @@ class Adapters:
         return adapter
 
     def _of_another_base(self, rule: Rule, weight: torch.Tensor) -> str:
-        """Return the module name of an embedding or output layer that differs from the base of the adapter to
-        continue from; an empty string if it does not differ."""
+        """Return the module name of an embedding or output layer that differs from the base weights of the
+        adapter to continue from; empty if it does not differ."""
         module = rule.parts[0].name.removesuffix(".weight")
         stored = self._first.base_of(module) if rule.kind is Kind.VOCAB else None
         if stored is None:
             return ""
         own = stored[self._groups.tensor_rank * len(weight) :][: len(weight)].to(weight)
-        # Compare bit for bit, because the stored rows are copies of the base that the adapter was trained on.
+        # Compare bitwise: the stored rows are copies of the base weights that the adapter was trained on.
         return "" if torch.equal(own, weight[: len(own)]) else module
 
     def _refuse_anywhere(self, idle: bool, other: str) -> None:
@@ -558,11 +557,11 @@ class Adapters:
             raise ConfigError([Violation(f"{KEY}.target_modules", list(self.settings.targets), bound, fix)])
 
     def exported(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return this rank's shards for refits and exports; an adapted layer's adapter is merged into its
-        shard when the shard is read.
+        """Return this rank's shards for refits and exports. Adapters are merged into a shard when it is
+        read.
 
         Args:
-            held: the shards without adapters, by the names of the rules.
+            held: the shards without adapters, by the names of the mapping rules.
         """
         return _Exported(held, self._by_weight if self.switch.is_on else {})
 
@@ -573,8 +572,7 @@ class Adapters:
         )
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield PEFT's names and full factors, one pipeline stage after the other. A collective over the
-        world."""
+        """Yield PEFT names and full factors, one pipeline stage after another. Collective over the world."""
         if (
             self._architecture.mixture is not None
             and dist.get_rank() == 0
@@ -586,14 +584,14 @@ class Adapters:
             )
         for module, letter, factor in StackedFactors(self._stacks, self.settings.rank).joined(self._whole()):
             if letter == ("A" if is_embedding(module) else "B"):
-                # Drop the rows behind the vocabulary.
+                # Drop the padding rows of the vocabulary.
                 factor = factor[: self._rows.get(module)]
             yield factor_name(module, letter), factor.T if letter == "A" and is_embedding(module) else factor
         if self.settings.scores:
             yield SAVED_SCORE, self._whole_score()
 
     def _whole_score(self) -> torch.Tensor:
-        """Return the score layer's weight, sent from the last pipeline stage to the others."""
+        """Return the score layer's weight, broadcast from the last pipeline stage."""
         groups, adapter = self._groups, next(iter(self._by_weight.values()))
         if self._score is not None:
             score = self._score.detach().clone()
@@ -639,8 +637,7 @@ class Adapters:
                     yield module, letter, factor
 
     def write_run_config(self, directory: Path) -> None:
-        """Write the adapters' rank and alpha in the format of Megatron-Bridge, for ``megarl convert
-        adapter``."""
+        """Write the adapters' rank and alpha in Megatron-Bridge's format, for ``megarl convert adapter``."""
         peft = {
             "_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA",
             "dim": self.settings.rank,
@@ -663,12 +660,12 @@ def _vocabulary(architecture: Architecture) -> list[str]:
 
 
 def _multiply_by_rows(chunk: nn.Module) -> None:
-    """Make the linear layers of a chunk multiply their inputs as matrices of rows.
+    """Make a chunk's linear layers flatten their inputs to matrices before the matmul.
 
-    Megatron-Core's product with a frozen weight passes torch an input of three dimensions. Where the first
-    two cannot be viewed as one (the chosen rows of an output layer, a transposed batch of one row), torch
-    multiplies token by token, and reads the weight once a token, in the backward pass too. It does not do so
-    with a weight that is trained.
+    With a frozen weight, Megatron-Core's linear layers pass torch a three-dimensional input. If its first two
+    dimensions cannot be viewed as one (the requested rows of an output layer, a transposed batch of one row),
+    torch multiplies token by token, and reads the weight once per token, in the backward pass too. A trained
+    weight takes another path and is not affected.
     """
     for layer in chunk.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -679,12 +676,13 @@ def _product_of_rows(
     product: Callable[..., torch.Tensor], input: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     output = product(input.flatten(0, -2), *arguments, **options)
-    # Sequence parallelism gathers the rows along the first dimension, which is also the slower one of a row.
+    # Keep the outer dimension flexible (-1): sequence parallelism gathers along the first dimension inside
+    # the layer.
     return output.view(-1, *input.shape[1:-1], output.shape[-1])
 
 
 class _Exported(Mapping[str, torch.Tensor]):
-    """Shards by name, some with adapters merged into them."""
+    """Shards by name, in which some have adapters merged on access."""
 
     def __init__(
         self, held: Mapping[str, torch.Tensor], adapters: Mapping[str, Adapter | EmbeddingAdapter]
@@ -692,7 +690,7 @@ class _Exported(Mapping[str, torch.Tensor]):
         self._held, self._adapters = held, adapters
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        # Merge on request, so that only one bucket of merged weights exists at a time.
+        # Merge on access, so that only one bucket of merged weights exists at a time.
         adapter = self._adapters.get(name)
         return self._held[name] if adapter is None else adapter.merged(self._held[name])
 
@@ -704,14 +702,14 @@ class _Exported(Mapping[str, torch.Tensor]):
 
 
 def _joined(part: torch.Tensor, cut: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a full factor, gathered from the ranks of ``group`` if it is sharded."""
+    """Return the full factor, gathered over ``group`` if it is sharded."""
     return part if cut is None else torch.cat(list(_together(part, group)), dim=cut)
 
 
 def _together(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gather the tensors of all ranks of a group, stacked in a new first dimension."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    # Pass views of one tensor, so that the parts arrive where they belong without another copy.
+    # Gather into views of one tensor to avoid another copy.
     dist.all_gather(list(whole), tensor.contiguous(), group=group)
     return whole
 
@@ -724,8 +722,12 @@ def _modules(rules: Iterable[Rule]) -> list[str]:
 
 
 def _refuse_some_experts(chosen: Collection[str], experts: Sequence[str], settings: AdapterSettings) -> None:
-    """Raise a ConfigError if only some experts of a layer would have an adapter: ranks that share experts
-    would then train different parameters."""
+    """Require adapters on all experts of a layer or on none, because ranks that share experts would otherwise
+    train different parameters.
+
+    Raises:
+        ConfigError: only some experts of a layer would have an adapter.
+    """
     of_layer: dict[str, list[str]] = {}
     for module in experts:
         of_layer.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", module), []).append(module)
@@ -747,7 +749,9 @@ def _refuse_some_experts(chosen: Collection[str], experts: Sequence[str], settin
 
 
 def _begin_gradients(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Make the embedding's output require a gradient, so that gradients reach the first layer. A recomputed
-    layer computes gradients only if its input requires one, and the first layer's input comes from an
-    embedding that is not trained."""
+    """Make the embedding's output require a gradient, if gradients are enabled.
+
+    Activation recomputation computes gradients only if a layer's input requires one. The first layer's input
+    comes from the frozen embedding, which would not.
+    """
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

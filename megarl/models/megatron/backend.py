@@ -1,5 +1,5 @@
-"""The Megatron backend: it implements the engine's ``Backend`` protocol with Megatron-Core, and moves the
-model between the device and host memory."""
+"""The Megatron backend: the engine's ``Backend`` protocol on Megatron-Core, and moves of the model between
+device and host memory."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ from megarl.weight_sync.slices import Slice, Slices
 
 
 class Mover:
-    """Mover of parts of a model between the device and host memory. On a CPU the device's memory is host
-    memory, and nothing is moved.
+    """Moves parts of a model between device and host memory. On a CPU the two are the same and nothing is
+    moved.
 
-    Gradients are not kept: their buffer is freed on the move to the host, and is zero after the move to the
+    Gradients are not kept: their buffer is freed on a move to the host and is zero after a move to the
     device.
 
     Args:
         chunks: the model chunks of this stage.
-        optimizer: the optimizer of the chunks; None for a model that is only read.
+        optimizer: the chunks' optimizer; None for a model that is not trained.
         runtime: device of this process.
     """
 
@@ -104,8 +104,8 @@ class Mover:
                 _move_buffers(chunk, place, parameters=part == "parameters")
             if part == "parameters":
                 self.loose.move(place)
-        # Wait, because the copies are asynchronous: the caller next gives the memory to another process, or
-        # counts it as free.
+        # Copies are asynchronous, and the caller next gives the memory to another process or counts it as
+        # free.
         self._runtime.synchronize()
 
     def _move_optimizer(self, optimizer: MegatronOptimizer, place: Place) -> None:
@@ -116,13 +116,13 @@ class Mover:
 
 
 def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the optimizer state, and the float32 copies of half-precision parameters, with what ``move``
-    returns for each tensor.
+    """Replace each tensor of the optimizer state, and each float32 master weight, by the result of
+    ``move``.
 
-    Without such copies (a float32 model), or if they are state (formats below float32), the optimizer updates
-    the model's parameters themselves, or views into their buffer. These move with the parameters; Megatron's
-    own ``offload_to_cpu`` would also move the model's weights, or read a buffer that is already freed. States
-    in host memory stay there.
+    Master weights are moved only if the optimizer owns them as parameters. A float32 model has none, and with
+    state formats below float32 they are part of the state; the optimizer's parameters are then the model's,
+    or views of their buffer, and move with the model. Megatron's ``offload_to_cpu`` would also move the
+    model's weights, or read a buffer that is already freed. State that is kept in host memory stays there.
     """
     for inner in with_parameters(optimizer):
         if (
@@ -134,26 +134,24 @@ def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], 
         for state in inner.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and not key.startswith(HOST):
-                    # Replace the tensor in the dictionary: unlike a weight, a state has no hook or buffer
-                    # that refers to its memory.
+                    # Replace the tensor itself: unlike for a weight, no hook or buffer refers to its memory.
                     state[key] = move(value)
 
 
 def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: bool) -> None:
     for buffer in model.buffers + model.expert_parallel_buffers:
-        # Use Megatron-Core's own methods, which resize the storage under parameters that stay the same
-        # tensors.
+        # Megatron-Core's methods resize the storage, so that the parameters stay the same tensors.
         move = buffer.offload_to_cpu if place == "host" else buffer.reload_from_cpu
         move(move_params=parameters, move_grads=not parameters)
 
 
 class LooseParameters:
-    """The parameters outside Megatron-Core's buffers (all of them without the distributed optimizer), which
-    it moves off the device and back.
+    """The parameters outside Megatron-Core's buffers, which are moved off the device and back. Without the
+    distributed optimizer these are all parameters.
 
-    The memory is freed while the tensors remain, as in Megatron-Core's own buffers. A parameter that is given
-    a tensor of another device would get a new node in the autograd graph, without the hook by which data
-    parallelism collects its gradient, which would be zero from then on.
+    Their memory is freed while the tensor objects remain, as in Megatron-Core's buffers. Assigning a tensor
+    on another device would give the parameter a new autograd node, without the hook by which data parallelism
+    collects its gradient; the gradient would be zero from then on.
 
     Args:
         chunks: the model chunks of this stage.
@@ -164,13 +162,13 @@ class LooseParameters:
         self._chunks = chunks
         self._copies = HostCopies(runtime)
         self._away: list[torch.Tensor] = []
-        # Frozen storages, with their host copies in shared memory, which are never written again. A storage
-        # has to stay for its number to stay its own.
+        # Host copies in shared memory of frozen storages; they are never written again. Keep a reference to
+        # the storage, so that its id is not reused.
         self._shared: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def move(self, place: Place) -> None:
-        """Copy the parameters to the host and free their memory on the device, or allocate and fill that
-        memory again; do not wait for the copies."""
+        """Copy the parameters to the host and free their device memory, or allocate that memory and copy them
+        back. Does not wait for the copies."""
         memories = self._memories()
         if place == "host":
             own = [memory for memory in memories if memory._cdata not in self._shared]
@@ -180,18 +178,18 @@ class LooseParameters:
                 for memory in memories
             ]
             for memory in memories:
-                # Free the memory after the copies are queued on the same stream, so that nobody gets it
-                # before they are done.
+                # Free the memory after the copies are queued on the same stream; the allocator then reuses it
+                # only after them.
                 memory.resize_(0)
             return
         for memory, copy in zip(memories, self._away, strict=True):
-            # Let the storage grow in place, so that parameters, views and hooks need not know of the move.
+            # Resize the storage in place, so that parameters, views and hooks stay valid.
             memory.resize_(copy.nbytes)
             bytes_of(memory).copy_(copy, non_blocking=True)
         self._away = []
 
     def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Return the parameters of each storage that has only frozen ones; see ``SharesFrozen``."""
+        """Return the parameters of each storage that has only frozen parameters; see ``SharesFrozen``."""
         found: dict[int, list[torch.nn.Parameter]] = {}
         names: dict[int, str] = {}
         trained = set()
@@ -205,12 +203,13 @@ class LooseParameters:
         return {names[storage]: found[storage] for storage in found if storage not in trained}
 
     def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
-        """Take shared memory as the host copy of a frozen storage; see ``SharesFrozen``."""
+        """Use shared memory as the host copy of a frozen storage; see ``SharesFrozen``."""
         storage = tensor.untyped_storage()
         self._shared[storage._cdata] = storage, memory
 
     def _memories(self) -> list[torch.UntypedStorage]:
-        """Return each storage once, in the order of the parameters."""
+        """Return the storages of the parameters outside Megatron-Core's buffers, each once, in the order of
+        the parameters."""
         found: dict[int, torch.UntypedStorage] = {}
         for model in self._chunks:
             buffered: set[torch.nn.Parameter] = set()
@@ -220,8 +219,7 @@ class LooseParameters:
             for parameter in model.module.parameters():
                 if parameter not in buffered:
                     memory = parameter.untyped_storage()
-                    # Collect storages, not parameters: tied weights share one, which must be copied and freed
-                    # once.
+                    # Collect storages, because tied weights share one, which must be copied and freed once.
                     found.setdefault(memory._cdata, memory)
         return list(found.values())
 
@@ -230,18 +228,18 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
-    """One worker's part of a model on Megatron-Core, with its optimizer and schedule.
+    """One worker's shard of a model on Megatron-Core, with its optimizer and schedule.
 
     Args:
-        policy: the policy configuration, already validated.
+        policy: the validated policy configuration.
         source: Hugging Face weights to start from.
-        runtime: device of this process; torch.distributed is initialised on its backend.
-        seed: seed of Megatron's random-number tracker, and of a new score layer.
-        with_optimizer: False for a model that is only read.
+        runtime: device of this process; torch.distributed must be initialised on its backend.
+        seed: seed of Megatron's random-number tracker and of a new score layer.
+        with_optimizer: False for a model that is not trained.
 
     Raises:
         ConversionError: the model's config or weights cannot be converted.
-        ModelError: transformers has no scoring form of the model.
+        ModelError: transformers has no sequence-classification form of the model.
     """
 
     def __init__(
@@ -261,20 +259,21 @@ class MegatronBackend:
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)
         ignored = policy["megatron_cfg"]["ignore_config_keys"]
-        # This describes the files, including layers that are not trained; self.architecture describes the
-        # built model.
+        # _stored describes the model's files, including layers that are not trained; architecture describes
+        # the built model.
         self._stored = as_stored(read_architecture(self.hf_config, ignored), source.names())
-        # The log-probabilities and losses of a text depend neither on prediction layers nor on a vision
-        # tower.
+        # Multi-token-prediction layers and the vision tower do not influence log-probabilities of text, so
+        # they are not built.
         self.architecture: Architecture = replace(self._stored, prediction_layers=0, vision=None)
         self.untouched = Untouched(source, self._stored)
         if dist.get_rank() == 0:
             self._say_what_is_not_trained()
-        # Install this before any part of Megatron-Core runs, whose constructors query torch.cuda.
+        # Install the redirection before any Megatron-Core constructor, because these query torch.cuda.
         cuda_redirect.install()
         try:
             self._build(policy, source, seed, with_optimizer)
-        # Clean up for KeyboardInterrupt too: otherwise groups and stand-ins would outlive the constructor.
+        # Clean up after KeyboardInterrupt too: otherwise process groups and patches would outlive the
+        # constructor.
         except BaseException:
             self.close()
             raise
@@ -304,12 +303,12 @@ class MegatronBackend:
         self.experts = parallel.expert_groups(self.groups)
         self._equal_tokens = megatron["moe_token_dispatcher_type"] == "allgather"
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
-        # Packed sequences need only the share: make_sequence_length_divisible_by applies to rows, as in
-        # NeMo-RL.
+        # Packed sequences need only the parallel split: make_sequence_length_divisible_by applies to rows, as
+        # in NeMo-RL.
         self.shapes = Shapes(
             math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1
         )
-        # Reading two full matrices is slow, so that only a few ranks compare tied weights.
+        # Only a few ranks compare the tied weights, because that reads two full matrices.
         check_source(
             source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0
         )
@@ -325,12 +324,12 @@ class MegatronBackend:
                 else Adapters(settings, self.architecture, self.groups, self.experts, seed)
             )
             if self.adapters is not None:
-                # Add adapters before wrapping and before building the optimizer, both of which take the
-                # parameters that exist.
+                # Add adapters before the data-parallel wrapper and the optimizer, which take the parameters
+                # that exist then.
                 self.adapters.put_beside(stages)
             if stages[-1].post_process and self.architecture.head is None:
-                # Patch the layer before the data-parallel wrapper, which looks only at parameters: the
-                # layer's forward is an attribute of its own.
+                # Patch before the data-parallel wrapper, which only looks at parameters: the new forward is
+                # an instance attribute.
                 answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = (
@@ -346,7 +345,7 @@ class MegatronBackend:
             if balance
             else None
         )
-        # The vocabulary is padded: each rank has the same number of rows, of which the last ones are padding.
+        # The vocabulary is padded so that each rank has the same number of rows; the padding comes last.
         rows = stages[0].vocab_size // self.groups.tensor_size
         self.vocabulary = VocabularyShard(
             self.architecture.vocab_size,
@@ -363,19 +362,19 @@ class MegatronBackend:
 
     @property
     def stages(self) -> list[Any]:
-        """The unwrapped model of each chunk of this pipeline stage."""
+        """The unwrapped models of this pipeline stage, one per chunk."""
         return [chunk.module for chunk in self.chunks]
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """Process group of the replicas that share experts, and therefore run in lockstep."""
+        """Process group of the data-parallel replicas that share experts and must run in lockstep; None if
+        there are none."""
         return self.experts.replicas
 
     def forward_backward(
         self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
     ) -> list[HeadOutput]:
-        # Do this before every pass, even one without gradients, because layers of experts run collectives
-        # there too.
+        # Required before passes without gradients too, because expert layers run collectives there as well.
         inputs = in_step(inputs, self.experts, self.shapes, equal_tokens=self._equal_tokens)
         if backward and self._recorded is not None:
             outputs = self._recorded.forward_backward(inputs, head)
@@ -393,7 +392,7 @@ class MegatronBackend:
 
     def zero_grad(self) -> None:
         self._finish_step()
-        # A training step starts here, so that hooks may again gather parameters during the forward pass.
+        # A training step starts here, so hooks may gather parameters during the forward pass again.
         self._resume_gathering_ahead()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -402,9 +401,10 @@ class MegatronBackend:
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
-        # Leave the gather of the weights to _finish_step, because the CPU may go on with the step: a step
-        # leaves it out where hooks gather, by this configuration of all chunks and optimizers. Decide by the
-        # key: all ranks must gather then, also one without states in host memory.
+        # The CPU may still be updating weights after step(), so their gather must wait for _finish_step.
+        # Pretending that hooks gather them (overlap_param_gather) makes step() skip it. Decide by the
+        # configuration, not by this rank's state: all ranks must agree, including one without state in host
+        # memory.
         in_host = self.policy["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"] > 0
         put_off = self.chunks[0].ddp_config, "overlap_param_gather", in_host or self._gathers_ahead
         with cuda_redirect.cuda_literals(), patched(put_off):
@@ -414,12 +414,14 @@ class MegatronBackend:
         return replace(outcome, metrics=self._recorded.metrics()) if self._recorded is not None else outcome
 
     def _finish_step(self) -> None:
-        """Wait for the step that the CPU goes on with, and gather the weights as Megatron-Core would have
-        after it. A collective if there is such a step, which is in the main thread for that reason.
+        """Wait for the part of the last step that runs on the CPU, then gather the weights as Megatron-Core
+        would have done after the step.
+
+        Collective if such a step is pending, so it must run in the main thread.
 
         Raises:
-            Exception: the step has failed on this rank; raised by every later call too.
-            StateError: it has failed on another rank.
+            Exception: the step failed on this rank; every later call raises it again.
+            StateError: the step failed on another rank.
         """
         if not self._step_goes_on:
             return
@@ -429,27 +431,27 @@ class MegatronBackend:
             finish_in_host_memory(self.optimizer)
         except Exception as error:
             failure = error
-        # Agree before the gather, in which the other ranks would wait for this one until the timeout.
+        # Agree before the gather: without this rank the others would wait in it until the timeout.
         if not on_all_ranks(failure is None, self.runtime.device):
             raise failure or StateError(
                 "another rank failed in the optimizer step in host memory, see its own error: weights are "
                 "those of half a step. Fix: continue from a checkpoint"
             )
         self._step_goes_on = False
-        # Hooks gather ahead of the next pass, or sync_parameters does.
+        # With hooks, the weights are gathered before the next pass or by sync_parameters.
         for chunk in () if self._gathers_ahead else self.chunks:
             with cuda_redirect.cuda_literals():
                 chunk.start_param_sync()
 
     def _empty_cache(self, level: int) -> None:
-        """Free cached device memory if ``empty_unused_memory_level`` is at least ``level``: 1 after a pass, 2
-        after a step."""
+        """Free cached device memory if ``empty_unused_memory_level`` is at least ``level``; ``level`` is 1
+        after a pass, 2 after a step."""
         if self.policy["megatron_cfg"]["empty_unused_memory_level"] >= level:
             self.runtime.empty_cache()
 
     def lr_step(self) -> None:
         if self.scheduler is not None:
-            # The schedule counts calls of train(), whereas Megatron-LM counts samples.
+            # The schedule counts train() calls, whereas Megatron-LM counts samples.
             self.scheduler.step(increment=1)
 
     def schedule_values(self) -> dict[str, float]:
@@ -473,12 +475,12 @@ class MegatronBackend:
         return None if self.adapters is None else self.adapters.switch.off()
 
     def sync_parameters(self) -> None:
-        """Finish the last step, and parameter gathers that would otherwise overlap with the next forward
-        pass, and start no new ones."""
+        """Finish the last step and all pending parameter gathers, and disable the hooks that would start new
+        ones."""
         self._finish_step()
         for chunk in self.chunks if self._gathers_ahead else ():
             if chunk.remove_forward_pre_hook_handles:
-                # The hook would gather parameters in the middle of an export, in another order on each rank.
+                # A hook would gather parameters in the middle of an export, in another order on each rank.
                 chunk.disable_forward_pre_hook(param_sync=True)
 
     def _resume_gathering_ahead(self) -> None:
@@ -491,22 +493,22 @@ class MegatronBackend:
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """Update a tied output layer, and the optimizer's own copies, after parameters were written from
+        """Update a tied output layer and the optimizer's master weights after parameters were written from
         outside."""
         self._copy_embedding_to_output_layer()
         if self.optimizer is not None:
             with cuda_redirect.cuda_literals():
-                # Otherwise the next step would start from the earlier master weights.
+                # Otherwise the next step would start from the old master weights.
                 self.optimizer.reload_model_params()
 
     def _copy_embedding_to_output_layer(self) -> None:
-        """Send the first stage's embedding to the last stage, which has its own copy if the two are tied; do
-        nothing with a single stage."""
+        """Send the first stage's embedding to the last stage's copy of it (a tied output layer). No-op
+        without pipeline stages or tied weights."""
         groups = self.groups
         if groups.pipeline_size == 1 or not self.stages[0].share_embeddings_and_output_weights:
             return
         if groups.is_first_stage:
-            # Send point to point, because only the first and the last stage have the weight.
+            # Send point-to-point, because only the first and the last stage have the weight.
             dist.send(
                 self.stages[0].embedding.word_embeddings.weight.detach(),
                 dst=groups.last_stage_global_rank,
@@ -539,7 +541,7 @@ class MegatronBackend:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the buckets of an export that exist at the same time."""
+        """Bytes of the export buckets that exist at the same time."""
         return BUCKETS * self._bucket_bytes
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
@@ -557,7 +559,7 @@ class MegatronBackend:
         self._mover.loose.keep_host_copy(tensor, memory)
 
     def save(self, weights: Path, optimizer: Path | None, write_model_files: WriteModelFiles) -> None:
-        # Check this first, so that a missing optimizer is refused before the weights are written.
+        # Check first, so that a missing optimizer is reported before the weights are written.
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         dtype = dtype_of(self.policy["precision"], "policy.precision")
@@ -596,8 +598,9 @@ class MegatronBackend:
         if optimizer is not None and trained is not None:
             checkpoint.load_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
             if not self.policy["megatron_cfg"]["sequence_parallel"]:
-                # Each rank loads its own state, and in the saved layout these ranks may have been replicas
-                # with different states.
+                # Each rank loads its own random-number state. In the saved layout these ranks may have been
+                # replicas with different states, but without sequence parallelism tensor-parallel ranks must
+                # draw the same numbers.
                 share_random_state(self.runtime, self.groups.tensor)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Builds this worker's part of the model: one Megatron GPTModel or HybridModel for each chunk of its pipeline
-stage, wrapped for data parallelism."""
+"""Builds this worker's model chunks: one Megatron GPTModel or HybridModel per chunk of its pipeline stage,
+wrapped for data parallelism."""
 
 from __future__ import annotations
 
@@ -47,24 +47,25 @@ from megarl.patched import patched
 def build_chunks(
     policy: PolicyConfig, architecture: Architecture, groups: ParallelGroups
 ) -> list[LanguageModule]:
-    """Return the uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved)
-    on the current device; weights have to be loaded before anything else. A collective over the world.
+    """Return the model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current
+    device. Collective over the world.
 
-    A scoring model has a ``ScoreLayer`` instead of its output layer, under the output layer's name.
+    Weights are uninitialised and must be loaded first. A reward or value model has a ``ScoreLayer`` in place
+    of its output layer.
     """
-    # Gated delta nets exist only in the portable layers.
+    # Gated delta nets exist only as portable layers.
     fused = architecture.gated_delta is None and uses_transformer_engine(
         policy, has_experts=architecture.mixture is not None
     )
     head = architecture.head if scores(policy) else None
     if head is not None:
-        # Megatron-Core has no score layer, so that it builds an output layer, which a ScoreLayer replaces
-        # below.
+        # Megatron-Core has no score layer: let it build an output layer, which a ScoreLayer replaces below.
         architecture = replace(architecture, head=None)
     config = transformer_config(policy, architecture, fused=fused)
     settings = megatron_settings(architecture)
     options = settings.model
-    # Megatron-Core requires equal rows on all ranks; the added rows are in no softmax (VocabularyShard).
+    # Megatron-Core requires the same number of rows on all ranks; VocabularyShard keeps the padding rows out
+    # of every softmax.
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
     make = _maker(policy["megatron_cfg"]["model_class"])
     count = config.virtual_pipeline_model_parallel_size or 1
@@ -82,7 +83,7 @@ def build_chunks(
         ]
     for chunk in chunks:
         if chunk.post_process and not layers._grad_accum_fusion_available:
-            # Set this only after the layer is built: see _output_layers_that_add_apart.
+            # Set this after construction: see _output_layers_that_add_apart.
             chunk.output_layer.gradient_accumulation_fusion = False
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
@@ -94,14 +95,14 @@ def build_chunks(
     if joins_norms(config, fused=fused):
         join_norms(chunks)
     teach_routing(chunks, architecture)
-    # Mark experts before the data-parallel wrapper sorts parameters into buffers by these marks.
+    # The data-parallel wrapper sorts parameters into buffers by these marks.
     _mark_experts(chunks)
     _mend_expert_biases(chunks)
     if policy["megatron_cfg"]["freeze_moe_router"]:
         for router in routers(chunks):
             for parameter in router.parameters():
-                # Freeze the router before the data-parallel wrapper too, which creates gradient buffers for
-                # trained parameters.
+                # Freeze before the data-parallel wrapper, which creates gradient buffers for trained
+                # parameters.
                 parameter.requires_grad_(False)
     return chunks
 
@@ -110,13 +111,13 @@ _MODEL_CLASS = "policy.megatron_cfg.model_class"
 
 
 def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
-    """Return the function that builds a model chunk of the chosen class: ``_gpt_model``, or
+    """Return the function that builds a model chunk: ``_gpt_model`` or
     ``megarl.models.megatron.hybrid.hybrid_model``.
 
     Raises:
-        ConfigError: the installed Megatron-Core lacks the class.
+        ConfigError: the installed Megatron-Core lacks the configured class.
     """
-    # null takes GPTModel as long as Megatron-Core has it, and HybridModel afterwards.
+    # null selects GPTModel if Megatron-Core still has it, else HybridModel.
     if chosen != "hybrid" and _has_gpt_model():
         return _gpt_model
     if chosen == "gpt":
@@ -133,7 +134,7 @@ def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
     absent = absent_hybrid_model(_MODEL_CLASS, installed_version("megatron-core") or "0")
     if absent is not None:
         raise ConfigError([absent])
-    # Import this only here, because it is built on modules that Megatron-Core 0.16 lacks.
+    # Import here, because the module needs parts of Megatron-Core that 0.16 lacks.
     from megarl.models.megatron.hybrid import hybrid_model
 
     return hybrid_model
@@ -164,58 +165,63 @@ def _gpt_model(
 
 @contextlib.contextmanager
 def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
-    """Round the length of Yarn's rotary tables up to a multiple of 2c for c context-parallel ranks, within
-    the context. Yarn's rotary embedding builds a table for the model's original length at construction, and a
-    context-parallel rank keeps two of its 2c equal parts. The added rows are never read."""
+    """Within the context, round the length of YaRN's rotary tables up to a multiple of twice the
+    context-parallel size.
+
+    YaRN's embedding builds a table for the model's original length at construction, and each of c
+    context-parallel ranks keeps two of 2c equal chunks. The added rows are never read.
+    """
     make = YarnRotaryEmbedding._set_cos_sin_cache
     parts = 2 * context_size if context_size > 1 else 1
 
     def make_even(rotary: YarnRotaryEmbedding, length: int, *arguments: Any, **options: Any) -> None:
         make(rotary, round_up(length, parts), *arguments, **options)
 
-    # Patch the class, because the constructor already builds the table, before an instance can be reached.
+    # Patch the class, because the constructor already builds the table.
     with patched((YarnRotaryEmbedding, "_set_cos_sin_cache", make_even)):
         yield
 
 
 def _output_layers_that_add_apart() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which Megatron-Core builds an output layer whatever its configuration sets for
-    fused gradient accumulation. It implements this fusion only with an extension of Apex, and refuses to
-    build the layer without Apex, even if all other layers are Transformer Engine's."""
+    """Return a context in which Megatron-Core can build an output layer without Apex.
+
+    Megatron-Core's output layer has fused gradient accumulation only with an extension of Apex. Without Apex
+    it refuses to build the layer if the config enables this fusion, even if all other layers are Transformer
+    Engine's.
+    """
     return patched((layers, "_grad_accum_fusion_available", True))
 
 
 class ScoreLayer(torch.nn.Module):
-    """The score layer of a last stage, whole on every tensor-parallel rank; it returns the scores of all
-    positions.
+    """Score layer of the last pipeline stage, replicated on every tensor-parallel rank.
 
-    With sequence parallelism each rank scores its own run of the sequence, and computes a part of the
-    weight's gradient, which Megatron-Core sums as it does the gradients of norms.
+    Under sequence parallelism each rank scores its own part of the sequence and computes a part of the
+    weight's gradient, which Megatron-Core sums as it does for norms.
 
     Args:
         config: configuration of the model.
-        labels: number of scores of a position.
-        group: the tensor-parallel ranks.
+        labels: number of scores per position.
+        group: the tensor-parallel group.
     """
 
     def __init__(self, config: TransformerConfig, labels: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.sequence_parallel, self.tp_group = config.sequence_parallel, group
-        # Allocate it without values: load_from_hf, or the seeded new score layer, fills it equally on all
-        # ranks.
+        # Left uninitialised: load_from_hf, or the seeded new score layer, fills it equally on all ranks.
         weight = torch.empty(
             labels, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
-        # This is an attribute, as in ColumnParallelLinear, so that keep_products_in_float32 serves both.
+        # An attribute, as in ColumnParallelLinear, so that keep_products_in_float32 can replace it in both
+        # classes.
         self._forward_impl: Any = _plain_linear
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return the scores [S, B, labels] of hidden states [s, B, H], where s = S / ranks under sequence
-        parallelism, otherwise S. The arguments are those of an output layer."""
+        """Return the scores [S, B, labels] of hidden states [s, B, H]; s is S / ranks under sequence
+        parallelism, else S. The arguments are those of an output layer."""
         own = self._forward_impl(
             hidden, self.weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=self.tp_group
         )
@@ -231,10 +237,9 @@ def _plain_linear(
 
 
 def keep_products_in_float32(layer: ColumnParallelLinear | ScoreLayer) -> None:
-    """Make a layer of 16-bit weights return float32: its products as they were accumulated, not rounded to 16
-    bits.
+    """Make a layer with 16-bit weights return its float32 accumulator without rounding it to 16 bits.
 
-    Its gradients do not change: they arrive in float32, are rounded to the layer's dtype, and are multiplied
+    Gradients are not affected: they arrive in float32, are rounded to the layer's dtype, and are multiplied
     in that dtype.
     """
     layer._forward_impl = _float32_linear
@@ -250,9 +255,12 @@ def _float32_linear(
     tp_group: dist.ProcessGroup,
     **unused: Any,
 ) -> torch.Tensor:
-    """Return the float32 product [S, B, V / ranks] of [s, B, H] and the weight, where s = S / ranks under
-    sequence parallelism, otherwise S. The parameter names are those that Megatron-Core passes. Options for
-    fused gradient accumulation are ignored, because autograd accumulates the gradient."""
+    """Return the float32 product [S, B, V / ranks] of ``input`` [s, B, H] and the weight; s is S / ranks
+    under sequence parallelism, else S.
+
+    The signature is Megatron-Core's. Options for fused gradient accumulation are ignored, because autograd
+    accumulates the gradient.
+    """
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -262,27 +270,28 @@ def _float32_linear(
 
 
 class Float32Product(torch.autograd.Function):
-    """The float32 product [..., V] of [..., H] and the transpose of [V, H], both of 16 bits. On a CUDA device
-    the operands are multiplied in their own dtype, which was not tested on one; on a CPU they are converted
-    to float32 first. Float32 operands are accepted too, and give the usual product."""
+    """Matmul of tokens [..., H] and the transpose of a weight [V, H] with a float32 result.
+
+    On CUDA, 16-bit operands are multiplied in their own dtype (untested on GPUs); on a CPU they are converted
+    to float32 first. Float32 operands give the usual matmul.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tokens, weight)
         rows = tokens.flatten(0, -2)
         if rows.is_cuda and rows.dtype is not torch.float32:
-            # mm accepts out_dtype only on CUDA.
+            # mm accepts out_dtype on CUDA only.
             product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
         else:
-            # The products of two 16-bit numbers are exact in float32, so that only the sums round, as on a
-            # GPU.
+            # Products of two 16-bit numbers are exact in float32, so only the sums are rounded, as on a GPU.
             product = rows.float() @ weight.float().t()
         return product.view(*tokens.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         tokens, weight = ctx.saved_tensors
-        # Round the gradient as the backward pass of a 16-bit layer does, so that only the forward product
+        # Round the gradient like the backward pass of a 16-bit layer, so that only the forward result
         # differs.
         gradient = gradient.to(tokens.dtype)
         of_tokens = gradient @ weight if ctx.needs_input_grad[0] else None
@@ -291,63 +300,65 @@ class Float32Product(torch.autograd.Function):
 
 
 def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] | None) -> None:
-    """Scale the rotary frequencies of a model that was built without scaling, before its first pass; None
-    leaves them alone.
+    """Apply Llama 3's scaling to the rotary frequencies of a model that was built without scaling; None
+    leaves them unchanged.
 
     Args:
-        model: a model that has not run, because it caches its rotary embeddings by length.
-        scaling: arguments of Megatron's own llama3 scaling; Megatron's model passes on only the factor.
+        model: a model that has not run yet, because it caches rotary angles by length.
+        scaling: arguments of Megatron's own llama3 scaling; Megatron's model constructor passes on only the
+            factor.
     """
     if scaling is not None:
         rotary = model.rotary_pos_emb
-        # Replace the frequencies themselves, because the angles of each length are computed from them and
-        # cached at the first pass.
+        # Replace the frequencies, from which the angles of each length are computed and cached on first use.
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **scaling)
 
 
 def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
-    """Mark experts as reduced over the expert-data-parallel ranks, with an optimizer of their own, in every
-    layout.
+    """Mark experts in every layout as reduced over the expert-data-parallel ranks, with their own
+    optimizer.
 
-    Megatron-Core marks them only if the expert-parallel size is more than 1. Up to 0.16 it ignores that
-    experts have other data-parallel ranks also if all are on one rank but not sharded like the other layers.
-    Moreover, the optimizer state of a layout with expert parallelism, which has two parts, could not be
-    loaded in a layout without it.
+    Megatron-Core marks them only if the expert-parallel size exceeds 1. Two cases need more. Up to 0.16 it
+    uses wrong data-parallel ranks for experts that are all on one rank but sharded differently from the other
+    layers. And a layout with expert parallelism has two parts of optimizer state, which a layout without it
+    could not load.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
-                # Despite its name, this attribute is how Megatron-Core marks an expert's parameter.
+                # Despite its name, this attribute is how Megatron-Core marks a parameter of an expert.
                 parameter.allreduce = False
 
 
 def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
-    """Correct the handling of biases after the second matrix of experts, which Megatron-Core supports only
-    for experts that are not sharded over ranks.
+    """Correct the handling of biases of the experts' second layer, which Megatron-Core gets right only if
+    experts are not divided over ranks.
 
-    Megatron-Core treats such a bias as a copy of the first tensor-parallel rank's bias, although the other
-    ranks have other experts: it leaves the bias out of the gradient norm on these ranks, and with sequence
-    parallelism it sums the gradients of different experts. If all experts are on one rank, it adds the bias
-    in place to the result of a reduction, which does nothing except interfere with its gradient.
+    Megatron-Core treats such a bias as a replica of the first tensor-parallel rank's bias, although the other
+    ranks have other experts. It omits the bias from the gradient norm on these ranks, and under sequence
+    parallelism sums the gradients of different experts. If all experts are on one rank, it adds the bias in
+    place to the result of a no-op reduction, which breaks the result's gradient.
     """
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
                 module.bias.tensor_model_parallel = True
                 module.bias.sequence_parallel = False
-                # This skips the reduction, which in every other layout experts leave to their token
-                # dispatcher.
+                # Skip the reduction, as in every other layout, where the token dispatcher does it.
                 module.explicit_expert_comm = True
 
 
 def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Return groups of buckets that are reduced together, formed separately for each buffer. Next to 16-bit
-    weights a gated delta net has float32 ones, and gloo reduces tensors of one dtype at a time, but
-    Megatron-Core puts all buffers of a chunk beyond the first into one group. Newer Megatron-Core releases
-    pass more options."""
+    """Return groups of buckets that are reduced together, formed separately for each buffer and thus each
+    dtype.
+
+    A gated delta net has float32 weights next to 16-bit ones. gloo reduces tensors of one dtype at a time,
+    but for chunks after the first Megatron-Core puts all buffers into one group. Newer Megatron-Core releases
+    pass more options.
+    """
     groups: list[Any] = []
     for buffer in buffers:
-        # Pass one buffer per call, so that partition_buckets forms no group across dtypes.
+        # One buffer per call, so that no group spans several dtypes.
         groups += partition_buckets([buffer], *arguments, **options)
     return groups
 
@@ -355,18 +366,17 @@ def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any)
 def wrap_for_data_parallel(
     chunks: Sequence[LanguageModule], policy: PolicyConfig, groups: ParallelGroups
 ) -> list[DistributedDataParallel]:
-    """Wrap ``chunks`` with Megatron's gradient and parameter buffers, and set in their config how the
-    schedules synchronise gradients."""
+    """Wrap ``chunks`` with Megatron's gradient and parameter buffers, and configure how the schedules
+    synchronise gradients."""
     config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy, groups.data_size * groups.context_size)
-    # Chunks beyond the first need no buckets: they have time to reduce their gradients while other chunks
-    # run.
+    # Only the first chunk needs buckets: gradients of the others are reduced while other chunks run.
     with patched((distributed_data_parallel, "partition_buckets", _groups_of_one_type)):
         wrapped = [
             DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
     if distribution.overlap_grad_reduce:
-        # Without no_sync_func every micro-batch would reduce its gradients, and not only the last one.
+        # Without no_sync_func every micro-batch would reduce its gradients, instead of only the last one.
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped

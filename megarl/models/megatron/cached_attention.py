@@ -1,8 +1,7 @@
-"""Megatron attention that decodes left-padded rows, with ``DecodedRows`` as its cache and with rotation by
-each row's positions.
+"""Megatron attention for decoding left-padded rows, with ``DecodedRows`` as its key-value cache and rotation
+by each row's positions.
 
-Keys are rotated by the positions of their own rows before they are cached; Megatron itself rotates all cached
-keys again in every pass.
+Keys are rotated before they are cached; Megatron itself would rotate all cached keys again in every pass.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from megarl.models.megatron.rotary import rotate, rotation
 
 
 class CachesRows:
-    """A Megatron attention layer that stores its keys and values in ``DecodedRows`` while rows are decoded.
+    """Mixin for a Megatron attention layer that stores keys and values in ``DecodedRows`` during decoding.
 
     Attributes:
-        rows: the rows that are being decoded; set by ``decoding``.
+        rows: the rows being decoded, set by ``decoding``; None in training.
     """
 
     rows: DecodedRows | None = None
@@ -43,7 +42,7 @@ class CachesRows:
         rotary_pos_emb: Any,
         *others: Any,
     ) -> tuple[Any, ...]:
-        """Store keys and values in our cache, which replaces Megatron's own method; rotate nothing."""
+        """Store keys and values in our cache instead of Megatron's, without rotating them."""
         if inference_context is None:
             return query, key, value, rotary_pos_emb, self.attn_mask_type, None
         assert self.rows is not None, "inside of decoding()"
@@ -51,8 +50,7 @@ class CachesRows:
             query,
             *self.rows.store(self.layer_number, key, value),
             rotary_pos_emb,
-            # Pass no mask of Megatron's: the core attention is causal, and leaves out each row's padding
-            # itself.
+            # The core attention is causal and excludes each row's padding itself.
             AttnMaskType.no_mask,
             None,
         )
@@ -60,7 +58,7 @@ class CachesRows:
 
 class RowSelfAttention(CachesRows, SelfAttention):
     """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), unless
-    Transformer Engine's kernel does it, which needs no positions."""
+    Transformer Engine's fused kernel does so, which needs no positions."""
 
     _angles: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
@@ -68,22 +66,22 @@ class RowSelfAttention(CachesRows, SelfAttention):
     def forward(
         self, *arguments: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **options: Any
     ) -> Any:
-        """Run the attention of ``SelfAttention``; ``packed_seq_params`` are ``PackedSequences``."""
+        """Run ``SelfAttention`` with megarl's rotation; ``packed_seq_params`` must be ``PackedSequences`` or
+        None."""
         options["packed_seq_params"] = packed_seq_params
         if self.rows is None and self.config.apply_rope_fusion:
             return super().forward(*arguments, rotary_pos_emb=rotary_pos_emb, **options)
         self._angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         self._positions = None if packed_seq_params is None else packed_seq_params.positions
         try:
-            # Pass None, so that Megatron-Core does not rotate again what get_query_key_value_tensors below
-            # has rotated.
+            # Pass None, because get_query_key_value_tensors below rotates; Megatron-Core would rotate again.
             return super().forward(*arguments, rotary_pos_emb=None, **options)
         finally:
-            # Clear them after the pass, because the angles fit only one micro-batch's length.
+            # Clear them, because they belong to this micro-batch only.
             self._angles = self._positions = None
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
-        """Return what ``SelfAttention`` returns, with query and key rotated unless the kernel rotates
+        """Return the tensors of ``SelfAttention``, with query and key rotated unless the fused kernel rotates
         them."""
         found = super().get_query_key_value_tensors(*arguments, **options)
         if self._angles is None:
@@ -97,8 +95,8 @@ class RowSelfAttention(CachesRows, SelfAttention):
 
 
 class _AnglesOfRows:
-    """Rotary angles [positions, 1, 1, d] of a model with latent attention. The model slices them by a run of
-    cached positions, and gets the angles of each row's own positions."""
+    """Rotary angles [positions, 1, 1, d] for latent attention while decoding: a slice of cached positions
+    returns the angles at each row's own positions."""
 
     def __init__(self, angles: torch.Tensor, rows: DecodedRows) -> None:
         self._angles, self._rows = angles, rows
@@ -124,17 +122,17 @@ def _of_rows(rotary: Callable[..., Any], rows: DecodedRows) -> Callable[..., Any
 def decoding(
     stages: Sequence[torch.nn.Module], rows: DecodedRows, portable: Callable[[Any], torch.nn.Module]
 ) -> Iterator[None]:
-    """Make the attention of all stages decode rows, within the context.
+    """Within the context, make the attention layers of all chunks decode ``rows``.
 
     Args:
         stages: model chunks.
-        rows: the rows, which are updated before each pass.
-        portable: builds the core attention that replaces one which cannot leave padding out.
+        rows: the rows; the caller updates them before each pass.
+        portable: builds a core attention to replace one that cannot mask padding.
     """
     with contextlib.ExitStack() as stack:
         for attention in torch.nn.ModuleList(stages).modules():
             if isinstance(attention, RowSelfAttention | MLASelfAttention):
-                # Replace Transformer Engine's core attention, which has no masks for rows.
+                # Transformer Engine's core attention has no per-row masks.
                 if not hasattr(attention.core_attention, "rows"):
                     stack.enter_context(_replaced(attention, portable(attention)))
                 for part in (attention, attention.core_attention):
@@ -145,7 +143,7 @@ def decoding(
                 stack.callback(setattr, attention, "rows", None)
             if isinstance(attention, MLASelfAttention):
                 rotary = attention.rotary_pos_emb
-                # Patch it once, because all layers of a stage share it.
+                # Patch it once, because all layers of a chunk share it.
                 if "forward" not in vars(rotary):
                     rotary.forward = _of_rows(type(rotary).forward.__get__(rotary), rows)
                     stack.callback(delattr, rotary, "forward")

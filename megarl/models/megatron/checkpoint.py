@@ -1,13 +1,12 @@
-"""Checkpoints through Megatron-Core's dist-checkpointing, which any layout can load whatever layout saved
-them.
+"""Checkpoints through Megatron-Core's dist-checkpointing, which can be loaded in any parallel layout.
 
-A checkpoint directory appears complete or not at all: everything is written next to it, synced to disk, and
-then renamed by rank 0 alone.
+A checkpoint directory is complete or absent: files are written next to it, synced to disk, and renamed by
+rank 0 alone.
 
-The distributed optimizer's state goes through ``state_stream``, at the right offsets. Megatron-Core up to
-0.19 concatenates the gathered buckets of a buffer without their padding, but then slices parameters by their
-offsets *with* padding. With two or more buckets (large models, or tied embeddings over pipeline stages) every
-parameter beyond the first bucket is saved from the wrong offset.
+The distributed optimizer's state goes through ``state_stream`` to get the right offsets. Megatron-Core up to
+0.19 joins the gathered buckets of a buffer without their padding, but slices parameters at offsets that
+include the padding. With two or more buckets (large models, or tied embeddings over pipeline stages) every
+parameter after the first bucket would be saved from a wrong offset.
 """
 
 from __future__ import annotations
@@ -59,9 +58,12 @@ from megarl.patched import patched
 
 @contextlib.contextmanager
 def exact_offsets() -> Iterator[StateStream]:
-    """Yield a stream that saves and loads the state of Megatron's distributed optimizer. Within the context,
-    Megatron-Core sees only outlines of this state; the stream has their values for ``save_sharded``, or reads
-    them from a checkpoint."""
+    """Within the context, make Megatron-Core save and load outlines of the distributed optimizer's state;
+    yield their stream.
+
+    ``save_sharded`` gets the values from the stream on a save; on a load the stream reads them from the
+    checkpoint.
+    """
     stream = StateStream()
 
     def parameter_state(
@@ -73,11 +75,10 @@ def exact_offsets() -> Iterator[StateStream]:
         return stream.outlines(optimizer)
 
     def is_loaded(optimizer: DistributedOptimizer, state: dict[Any, Any]) -> None:
-        """Do nothing: outlines have no values, and the stream reads the values into the optimizer
-        afterwards."""
+        """Do nothing: outlines have no values; the stream later reads the values into the optimizer."""
 
-    # Megatron-Core runs the garbage collector over all objects of the process to free gathered tensors, of
-    # which there are none here.
+    # Megatron-Core runs the garbage collector over the whole process to free gathered tensors; here there are
+    # none.
     with patched(
         (DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state),
         (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", is_loaded),
@@ -89,27 +90,26 @@ def exact_offsets() -> Iterator[StateStream]:
 SCHEDULE_FILE = "schedule.json"
 _EXTRA_STATE = "_extra_state"
 _DISTRIBUTED_STATE = "optimizer.state.param."
-# This is the key of the float32 weights of an optimizer that is not distributed.
+# Key of the master weights of an optimizer that is not distributed.
 _COPIES = "fp32_from_fp16_params"
-# These bounds of the schedule are stored in a parameter group, but the configuration decides them.
+# Parameter groups also store these bounds of the schedule, but the configuration decides them.
 _BOUNDS = ("max_lr", "min_lr")
 
 
 def _metadata() -> dict[str, Any]:
-    """Return the metadata that makes Megatron save optimizer state in a form that any layout can load. The
-    dict is new each time, because Megatron adds its process groups to it."""
+    """Return new metadata with which Megatron saves optimizer state loadable in any layout. Megatron adds its
+    process groups to the dict, so it must not be reused."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def _entry(chunk: int) -> str:
-    """Return the key of one of several model chunks in a state dict, as in Megatron-LM. The tensors have the
-    names of their layers."""
+    """Return the state-dict key of one of several model chunks, as in Megatron-LM."""
     return f"model{chunk}"
 
 
 def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Return the sharded state of a checkpoint: that of the whole model or, if it has adapters, only that of
-    the adapters and other trained parameters."""
+    """Return the sharded state dict of the model; with adapters, only of the adapters and other trained
+    parameters."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
         # Describe each layer separately, because not every layer need have adapters.
         states = []
@@ -133,10 +133,10 @@ def save_weights(
     buffer: StagingBuffer | None,
     add: Callable[[Path], None],
 ) -> None:
-    """Write the weights to ``directory``, or stage them. A collective over all ranks.
+    """Write the weights to ``directory``, or stage them. Collective over all ranks.
 
-    ``add`` writes further files, on rank 0: those of the model, by which the checkpoint can be exported by
-    itself (``megarl convert export``).
+    On rank 0 ``add`` writes the model's further files (config, tokenizer), with which ``megarl convert
+    export`` can export the checkpoint by itself.
     """
     with appears_whole(directory) as partial, cuda_literals():
         save_sharded(_sharded(chunks), partial, StateStream(), buffer)
@@ -146,11 +146,11 @@ def save_weights(
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
-    """Load weights that any layout wrote. A collective over all ranks; after an error some weights may
-    already be the checkpoint's.
+    """Load weights that were saved in any layout. Collective over all ranks. After an error some weights may
+    already be overwritten.
 
     Raises:
-        CheckpointError: the checkpoint holds another model, or is damaged.
+        CheckpointError: the checkpoint is of another model, or damaged.
     """
     with cuda_literals():
         loaded = _load(_sharded(chunks), directory, "weights", StreamedLoad(_places_of(chunks)))
@@ -188,13 +188,13 @@ def save_optimizer(
     directory: Path,
     buffer: StagingBuffer | None = None,
 ) -> None:
-    """Write optimizer state, schedule and every rank's random-number states to ``directory``; the optimizer
-    state may be staged. A collective over all ranks."""
+    """Write optimizer state, schedule and every rank's random-number state to ``directory``. The optimizer
+    state may be staged. Collective over all ranks."""
     with appears_whole(directory) as partial, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         _agree_on_steps(optimizer)
         weights = _sharded(chunks)
-        # Adam is patched here too, because Megatron-Core reads step counts according to the class of Adam.
+        # The Adam patch is needed here too, because Megatron-Core handles step counts by the class of Adam.
         state = _without_empty_copies(optimizer.sharded_state_dict(weights, metadata=_metadata()))
         save_sharded(state, partial, stream, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
@@ -210,11 +210,13 @@ def load_optimizer(
     runtime: DeviceRuntime,
     directory: Path,
 ) -> None:
-    """Load what ``save_optimizer`` wrote. Random-number states are restored if this rank existed when they
-    were saved. A collective over all ranks; after an error some of the state may already be the checkpoint's.
+    """Load what ``save_optimizer`` wrote. Collective over all ranks. After an error some of the state may
+    already be overwritten.
+
+    A rank's random-number state is restored if the saving run had a rank of that number.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model, or is damaged.
+        CheckpointError: the checkpoint is of another model, or damaged.
     """
     with cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
@@ -231,27 +233,30 @@ def load_optimizer(
                 bounds.append({key: group[key] for key in _BOUNDS if key in group})
             optimizer.load_state_dict(_with_empty_states(loaded))
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
-                # Restore the bounds of the learning rate, which are loaded with the group and would undo a
-                # change in the configuration.
+                # Restore the configured learning-rate bounds, which the loaded parameter group overwrote.
                 group.update(of_config)
             stream.fill(strategy.outlines, stored)
-        # Checkpoints of earlier versions lack the step count of experts if the first stage has none.
+        # Checkpoints of earlier megarl versions lack the experts' step count if the first stage has no
+        # experts.
         _agree_on_steps(optimizer)
     with failing_together(f"reading schedule and random-number states of {directory}"):
         schedule = directory / SCHEDULE_FILE
         if scheduler is not None and is_file(schedule):
             before = schedule_values(optimizer)["lr"]
-            scheduler.num_steps = 0  # loading advances the schedule from its present step
+            scheduler.num_steps = 0  # loading advances the schedule from its current step
             scheduler.load_state_dict(json.loads(read_again(schedule.read_text, str(schedule))))
             log_changed_rate(scheduler.num_steps, before, schedule_values(optimizer)["lr"])
         restore_random_state(directory, runtime)
 
 
 def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
-    """Raise a CheckpointError if the stored state is that of a distributed optimizer and this optimizer is
-    not distributed, or the reverse: Megatron-Core stores master weights and moments of the two in different
-    forms. Local."""
-    # Decide by the index alone, before any tensor is read: a mismatch would fail deep inside Megatron-Core.
+    """Check that the stored state and this optimizer are both distributed or both not, because Megatron-Core
+    stores master weights and moments of the two differently. Local.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    # Decide by the index, before any tensor is read: a mismatch would fail deep inside Megatron-Core.
     stored = any(
         key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata
     )
@@ -267,11 +272,11 @@ def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
 
 
 def require(directory: Path) -> None:
-    """Raise an error unless the path is a finished dist-checkpointing directory. Local.
+    """Check that the path is a complete dist-checkpointing directory. Local.
 
     Raises:
-        CheckpointError: it is not one.
-        StorageError: the storage could not be read.
+        CheckpointError: it is not.
+        StorageError: the storage cannot be read.
     """
     if not is_file(directory / CONFIG_FNAME):
         raise CheckpointError(
@@ -281,9 +286,14 @@ def require(directory: Path) -> None:
 
 
 def require_output(directory: Path, *, scores: bool) -> None:
-    """Raise a CheckpointError if the weights are a language model's and this model scores, or the reverse.
-    Megatron-Core itself accepts an output layer of any number of rows, because vocabularies may be padded
-    differently. Local."""
+    """Check that both the stored weights and this model have a score layer, or both a language-model output
+    layer. Local.
+
+    Megatron-Core itself would accept an output layer of any number of rows, because of vocabulary padding.
+
+    Raises:
+        CheckpointError: they differ.
+    """
     stored = read_plain_index(directory).state_dict_metadata.get(OUTPUT_LAYER)
     rows = stored.size[0] if isinstance(stored, TensorStorageMetadata) else None
     if scores != (rows == 1):
@@ -296,8 +306,8 @@ def require_output(directory: Path, *, scores: bool) -> None:
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:
-    """Return what ``directory`` holds for every entry of ``wanted``. A missing or surplus tensor is an error,
-    not a warning, and an error of one rank is raised on all ranks."""
+    """Return the stored values of every entry of ``wanted``. A missing or surplus tensor is an error, and an
+    error on one rank is raised on all. Collective over all ranks."""
     readers: list[tuple[Any, str, Any]] = []
     loaded: dict[str, Any] = {}
     missing: list[str] = []
@@ -319,9 +329,11 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
 
 
 def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tuple[Any, str, Any]]:
-    """Read the files that each rank reads by itself, before all ranks read tensors together, because an error
-    in the joint read would leave the other ranks waiting. Transient storage failures are retried. Only plain
-    values are unpickled, whatever the environment sets for torch's default. Local.
+    """Read the files that each rank reads by itself, ahead of the collective read of tensors, in which an
+    error would leave the other ranks waiting. Local.
+
+    Transient storage failures are retried. Only plain values are unpickled, whatever default the environment
+    sets for torch.
 
     Returns:
         Replacements of Megatron-Core's functions, for ``patched``, that return what was read.
@@ -329,8 +341,8 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
     read_plain_index(directory)
     config, common_state = directory / CONFIG_FNAME, directory / common.COMMON_STATE_FNAME
     name, arguments = "verify_checkpoint", [str(directory)]
-    # These versions choose the loading strategy in the same call, and store what all ranks share in a
-    # separate file.
+    # These versions of Megatron-Core choose the load strategy in the same call and store the common state in
+    # a separate file.
     if separate := hasattr(serialization, "verify_checkpoint_and_load_strategy"):
         name, arguments = "verify_checkpoint_and_load_strategy", [str(directory), strategy]
     verify = getattr(serialization, name)
@@ -339,8 +351,7 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
         try:
             return verify(*arguments)
         except CheckpointingException:
-            # Verify again if the config exists: Megatron-Core takes a failed storage request for a missing
-            # file.
+            # Retry if the config exists: Megatron-Core reports a failed storage request as a missing file.
             if not is_file(config):
                 raise
             return verify(*arguments)
@@ -357,13 +368,13 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
         if separate
         else (serialization, "load_common_state_dict")
     )
-    # Replace the readers: Megatron-Core would read both files again, without retries and with torch's own
-    # unpickler.
+    # Replace the readers, because Megatron-Core would read both files again, without retries and with torch's
+    # own unpickler.
     return [(serialization, name, lambda *unused: answer), (*reader, lambda *unused: shared)]
 
 
 def _shared_beside_tensors(directory: Path) -> Any:
-    """Read the state that all ranks share from a checkpoint that stores it as an object among the tensors."""
+    """Read the common state from a checkpoint that stores it as an object among the tensors."""
     with restricted_loading():
         return read_again(lambda: serialization.load_common_state_dict(directory), str(directory))
 
@@ -375,11 +386,10 @@ def _read(
     strategy: StreamedLoad,
     readers: Sequence[tuple[Any, str, Any]],
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return what ``directory`` holds for ``wanted``, the names of tensors that are only in the checkpoint,
-    and the names of those that only this rank requests."""
+    """Return the stored values for ``wanted``, the names of tensors that are only in the checkpoint, and the
+    names that only this rank requests."""
     with _as_own_errors(directory, what), restricted_loading(), patched(*readers):
-        # Use RETURN_ALL, because an error here would be raised on one rank only; the caller compares over all
-        # ranks.
+        # RETURN_ALL, because any other mode would raise on one rank only; the caller compares over all ranks.
         loaded, missing, unexpected = dist_checkpointing.load(
             wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL
         )
@@ -388,11 +398,11 @@ def _read(
 
 @contextlib.contextmanager
 def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
-    """Convert errors of Megatron-Core and of DCP into megarl's, within the context."""
+    """Within the context, convert errors of Megatron-Core and DCP into megarl's errors."""
     try:
         yield
-    # DCP's exception is not an Exception, and holds the errors of all ranks; megarl's errors among them are
-    # raised unchanged.
+    # DCP's exception derives from BaseException and contains the errors of all ranks; a megarl error among
+    # them is raised unchanged.
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, MegarlError):
@@ -411,26 +421,26 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
 
 
 def _tensor_keys(keys: Iterable[str]) -> list[str]:
-    """Return the sorted names of tensors. The (empty) extra state of linear layers is left out, because it
-    differs between layer specs."""
+    """Return the sorted tensor names, without the (empty) extra state of linear layers, which differs between
+    layer specs."""
     return sorted(key for key in keys if not key.endswith(_EXTRA_STATE))
 
 
 def _initialize_state(optimizer: MegatronOptimizer) -> None:
-    """Create the (zero) state of an optimizer that has not stepped yet, so that it can be saved or filled."""
+    """Create the zero state of an optimizer that has not stepped yet, so that it can be saved or loaded."""
     for inner in with_parameters(optimizer):
         if inner.init_state_fn is not None and not inner.optimizer.state:
             inner.init_state_fn(inner.optimizer, inner.config)
 
 
 def _states_of(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the state of each optimizer of a chain, or of a single optimizer."""
+    """Yield the state of each optimizer in a chain, or of a single optimizer."""
     yield from [state] if "optimizer" in state or "param_groups" in state else state.values()
 
 
 def _without_empty_copies(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the state without empty lists of float32 copies. Rank 0's first stage may have no experts, and
-    its empty list would be stored in the checkpoint for all ranks."""
+    """Remove empty lists of master weights from the state. If rank 0's stage has no experts, its empty list
+    would be stored in the checkpoint for all ranks."""
     for each in _states_of(state):
         if _COPIES in each and not any(each[_COPIES]):
             del each[_COPIES]
@@ -438,8 +448,8 @@ def _without_empty_copies(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the empty entries that an optimizer without parameters on this rank expects, and that
-    Megatron-Core's reader leaves out."""
+    """Add the empty entries that an optimizer without parameters on this rank expects and Megatron-Core's
+    reader omits."""
     for each in _states_of(loaded):
         each.get("optimizer", each).setdefault("state", {})
         each.setdefault(_COPIES, [])
@@ -447,12 +457,12 @@ def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
-    """Set the step count of groups that lack one to that of the other groups; all parameters step together. A
-    collective over all ranks.
+    """Set a missing step count of a group to that of the other groups; all parameters step together.
+    Collective over all ranks.
 
-    A group counts steps only on ranks that have parameters of it, and a checkpoint stores only rank 0's
-    counts. If the first pipeline stage has only dense layers, the moments of all experts would be loaded with
-    Adam's bias correction at its first step.
+    A group counts steps only on ranks that have parameters of it, but a checkpoint stores only rank 0's
+    counts. If the first pipeline stage has only dense layers, the experts' moments would be loaded with the
+    bias correction of Adam's first step.
     """
     groups = optimizer.param_groups
     # Compare over all ranks: a group may have parameters only on other ranks, and counts steps only there.

@@ -1,23 +1,22 @@
-"""Lets Megatron-Core, which is written for CUDA, run in a process without CUDA.
+"""Runs Megatron-Core, which is written for CUDA, in a process without CUDA.
 
-Everything that is redirected is listed in this module. It happens in three layers:
+All redirections are in this module, in three layers:
 
 * *Stand-ins*, installed by ``install`` and removed by ``restore``: ``torch.cuda.current_device`` returns the
-  CPU device, streams and events do nothing, and the CUDA random-number functions work on the CPU generator.
-  They cost nothing in a forward pass. ``Tensor.record_stream`` is among them, because it checks the type of
-  its argument before any function mode is called.
+  CPU device, streams and events do nothing, and CUDA random-number functions use the CPU generator. They cost
+  nothing in a forward pass. ``Tensor.record_stream`` is among them, because it checks the type of its
+  argument before any function mode is called.
 * ``CudaLiterals``, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and
-  the result of ``Tensor.type()``. It costs one to three microseconds for each torch call made under it. So
-  ``cuda_literals`` is entered only where Megatron-Core uses such literals (building, optimizer step, schedule
-  bookkeeping, checkpoints), and ``plain_torch`` disables it inside the model's forward and backward pass.
-  Modes are thread-local: a helper thread has to enter the mode itself.
+  the result of ``Tensor.type()``. It costs one to three microseconds per torch call. So ``cuda_literals`` is
+  entered only where Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping,
+  checkpoints), and ``plain_torch`` disables it inside the model's forward and backward pass. Modes are
+  thread-local: a helper thread has to enter the mode itself.
 * ``without_compiler``, around the import of Megatron-Core, which passes small functions to ``torch.compile``
-  (its fused activations, a router's token count). On a CPU they stay plain functions: torch's compiler takes
-  seconds to load at every worker's start, then runs a C++ compiler, and there is little for it to fuse.
+  (fused activations, a router's token count). On a CPU they stay uncompiled: torch's compiler takes seconds
+  to load in every worker, then runs a C++ compiler, and there is little to fuse.
 
-In a process that computes on CUDA every function here does nothing at all. megarl's runtime decides which
-device that is: with ``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and
-Megatron-Core sees no CUDA.
+In a process that computes on CUDA every function here is a no-op. megarl's runtime selects the device: with
+``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and Megatron-Core sees no CUDA.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ def needed() -> bool:
 
 
 def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """Return the function uncompiled; replaces ``torch.compile`` as a decorator with and without options."""
+    """Replacement for ``torch.compile``, as a decorator with or without options, that returns the function
+    itself."""
     return _uncompiled if model is None else model
 
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make ``torch.compile`` return functions unchanged, within the context; do nothing in a process with
-    CUDA.
+    """Make ``torch.compile`` return functions unchanged within the context. No-op in a process with CUDA.
 
-    Megatron-Core binds ``torch.compile`` once, at its first import. If that import happens in this context,
-    none of Megatron-Core's functions is ever compiled.
+    Megatron-Core binds ``torch.compile`` at its first import. If that happens in this context, none of its
+    functions is ever compiled.
     """
-    # Ask without starting CUDA: this runs at import, before the process has chosen its device.
+    # will_use_cuda does not initialise CUDA: this runs at import, before the process has chosen its device.
     if will_use_cuda():
         yield
         return
@@ -67,8 +66,7 @@ def without_compiler() -> Iterator[None]:
 
 
 class _InertEvent:
-    """A stand-in for a CUDA event that does nothing: on a CPU all work is done by the time the event is
-    recorded."""
+    """A CUDA event that does nothing: on a CPU all work is complete when the event is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -87,7 +85,7 @@ class _InertEvent:
 
 
 class _InertStream:
-    """A stand-in for a CUDA stream that does nothing: work on a CPU is already in order."""
+    """A CUDA stream that does nothing: work on a CPU is already in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
@@ -130,21 +128,21 @@ def _manual_seed(seed: int) -> None:
 
 
 def _rotary_angles_of_context_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """Return chunks r and 2c - 1 - r of the 2c chunks of the rotary angles, for rank r of c; Megatron's own
-    function selects them through page-locked memory, inside the forward pass."""
+    """Return chunks r and 2c - 1 - r of 2c chunks of the rotary angles, for rank r of c. Megatron's own
+    function uses page-locked memory for this, in the forward pass."""
     size, rank = cp_group.size(), cp_group.rank()
     chunks = pos_emb.chunk(2 * size, dim=seq_dim)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=seq_dim)
 
 
 def _splits_as_they_are(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return the token counts that ranks exchange, as numpy on request. Collectives require numpy, and
+    """Return the token counts that ranks exchange, as numpy if requested. Collectives need numpy, but
     Megatron's own function converts only tensors that it moves from CUDA."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements for gathers and reduce-scatters of parts of different lengths, which gloo lacks."""
+    """Yield replacements for all-gathers and reduce-scatters of unequal lengths, which gloo lacks."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_uneven(
@@ -153,7 +151,7 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         longest = max(output_split_sizes)
-        # gloo gathers only equal parts, so that all are padded to the longest and shortened again afterwards.
+        # gloo gathers only equal lengths: pad to the longest, then trim.
         padded = input_.new_zeros(longest, *input_.shape[1:])
         padded[: input_.shape[0]] = input_
         whole = input_.new_empty(group.size(), longest, *input_.shape[1:])
@@ -167,11 +165,11 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
-        # Use an all-reduce and a slice, which send more bytes than a reduce-scatter, because gloo has none
-        # for uneven parts.
+        # All-reduce and slice, although this sends more bytes, because gloo has no reduce-scatter of unequal
+        # lengths.
         total = input_.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=group)
-        # Clone the part, so that it does not keep the whole sum in memory.
+        # Clone the slice, so that it does not keep the whole sum in memory.
         return total.split(list(input_split_sizes))[group.rank()].clone()
 
     yield mappings, "_gather_along_first_dim", gather_uneven
@@ -179,12 +177,12 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements that skip reduce-scatters of gradients and gathers of parameters in groups of one
-    rank: NCCL does nothing there, but gloo copies all of them to itself."""
+    """Yield replacements that skip gradient reduce-scatters and parameter gathers in groups of one rank. NCCL
+    does nothing there, but gloo copies every tensor to itself."""
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> Any:
-            # Compare the pointers too: a gather into other memory has to copy even with one rank.
+            # Compare pointers too: a gather into other memory must copy even with one rank.
             if options["group"].size() > 1 or output.data_ptr() != input_.data_ptr():
                 return collective(output, input_, **options)
             return None
@@ -196,8 +194,7 @@ def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _plain_backward(backward: Callable[..., None]) -> Callable[..., None]:
-    """Return ``backward`` without the rewriting of literals, since the backward passes of autograd functions
-    have none."""
+    """Wrap ``backward`` in ``plain_torch``, because autograd functions need no literals rewritten."""
 
     def run(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
         with plain_torch():
@@ -207,7 +204,7 @@ def _plain_backward(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 _CUDA_STAND_INS: dict[str, Any] = {
-    # With MEGARL_DEVICE=cpu on a machine with GPUs, torch's own functions would report CUDA.
+    # With MEGARL_DEVICE=cpu on a machine with GPUs, torch would report CUDA.
     "is_available": lambda: False,
     "device_count": lambda: 0,
     "current_device": lambda: CPU,
@@ -225,11 +222,11 @@ _CUDA_STAND_INS: dict[str, Any] = {
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, attribute, replacement) of everything that ``install`` changes."""
+    """Yield (owner, attribute, replacement) for everything that ``install`` changes."""
     for name, replacement in _CUDA_STAND_INS.items():
         yield torch.cuda, name, replacement
     yield torch.Tensor, "record_stream", _nothing
-    # Import here and below, not at the top, because this module is imported before Megatron-Core itself.
+    # Import inside the function, because this module is imported before Megatron-Core.
     from megatron.core.tensor_parallel import random as megatron_random
 
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
@@ -259,19 +256,18 @@ _depth = 0
 
 
 def install() -> None:
-    """Install the stand-ins. Calls nest, and each needs its own ``restore``. Does nothing in a process with
-    CUDA."""
+    """Install the stand-ins; each call needs its own ``restore``. No-op in a process with CUDA."""
     global _depth
     if not needed():
         return
-    # Calls are nested when tests and megarl parity build several backends in one process.
+    # Calls nest when tests and megarl parity build several backends in one process.
     _depth += 1
     if _depth == 1:
         _installed.enter_context(patched(*_stand_ins()))
 
 
 def restore() -> None:
-    """Undo one ``install``; undoing the outermost one restores every original."""
+    """Undo one ``install``; the last one restores all originals."""
     global _depth
     if _depth == 0:
         return
@@ -287,8 +283,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class CudaLiterals(TorchFunctionMode):
-    """A function mode that rewrites the literals in Megatron-Core's source that name CUDA (see the module's
-    docstring)."""
+    """A function mode that makes Megatron-Core's CUDA literals mean the CPU; see the module's docstring."""
 
     def __torch_function__(
         self,
@@ -301,7 +296,7 @@ class CudaLiterals(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron-Core's optimizers sort parameters by this name, and raise unless it is a CUDA type.
+            # Megatron-Core's optimizers group parameters by this name, and raise unless it is a CUDA type.
             return _TENSOR_TYPES.get(args[0].dtype) or func(*args)
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}
@@ -313,11 +308,11 @@ class CudaLiterals(TorchFunctionMode):
 
 
 def cuda_literals() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which CUDA literals mean the CPU; it does nothing in a process with CUDA."""
+    """Return a context in which CUDA literals mean the CPU; no-op in a process with CUDA."""
     return CudaLiterals() if needed() else contextlib.nullcontext()
 
 
 def plain_torch() -> contextlib.AbstractContextManager[Any]:
-    """Return a context, used inside ``cuda_literals``, in which torch calls are not intercepted, for the
-    forward and backward passes."""
+    """Return a context within ``cuda_literals`` in which torch calls are not intercepted, for forward and
+    backward passes."""
     return torch._C.DisableTorchFunction() if needed() else contextlib.nullcontext()

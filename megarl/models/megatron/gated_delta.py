@@ -1,12 +1,12 @@
-"""A gated delta net that replaces attention in Megatron's GPT layers: Megatron's own parallel linear layers
-around the engine's functions (``megarl.models.engine.gated_delta``).
+"""Gated delta net layers for Megatron's GPT models: Megatron's parallel linear layers around the engine's
+functions (``megarl.models.engine.gated_delta``).
 
-Megatron-Core has its own gated delta net, which needs kernels that are not installed here, and neither packs
-sequences nor shards them over context-parallel ranks. Parameters have its names; the rows of projection and
-convolution are ordered by key head (``converters.families.gated_delta``).
+Megatron-Core's own gated delta net needs kernels that are not installed here, and supports neither packed
+sequences nor context parallelism. Parameter names are the same; rows of the projection and the convolution
+are ordered by key head (``converters.families.gated_delta``).
 
-Legend: S positions on this rank, B rows; H key heads and G value heads of this tensor-parallel rank; K and V
-their widths; W width of the convolution.
+Notation: S positions on this rank, B rows; H key heads and G value heads of this tensor-parallel rank; K and
+V their widths; W width of the convolution.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from megarl.models.engine.gated_delta import (
 
 @dataclass
 class GatedDeltaSubmodules:
-    """The linear layers of a ``GatedDeltaMixer``."""
+    """The linear layer classes of a ``GatedDeltaMixer``."""
 
     in_proj: type = ColumnParallelLinear
     out_proj: type = RowParallelLinear
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of each value head, times the SiLU of its gate. All heads share one weight, which is not
-    zero-centred."""
+    """RMS norm of each value head, multiplied by the SiLU of its gate. All heads share one weight, which is
+    not stored minus 1."""
 
     def __init__(self, config: TransformerConfig, width: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -61,24 +61,27 @@ class GatedNorm(torch.nn.Module):
         )
 
     def forward(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Return the gated norm [..., V] of heads and gates [..., V]."""
-        # Each tensor-parallel rank has other heads, so that their gradients of the weight are summed.
+        """Return the gated norm [..., V] of heads [..., V] and gates [..., V]."""
+        # Each tensor-parallel rank has different heads, so the weight's gradients must be summed over the
+        # ranks.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
         wide = wide_dtype(heads)
-        # Round to the model's dtype before the weight, as transformers does; the gate follows in float32.
+        # Round to the model's dtype before multiplying by the weight, as transformers does; the gate is
+        # applied in float32.
         normed = F.rms_norm(heads.to(wide), (heads.shape[-1],), eps=self.epsilon).to(heads.dtype)
         return (weight * normed * F.silu(gate.to(wide))).to(heads.dtype)
 
 
 class GatedDeltaMixer(MegatronModule):
-    """The ``self_attention`` of a layer that has a gated delta net.
+    """A gated delta net that takes the place of ``self_attention`` in a layer.
 
     Attributes:
-        context: the ranks that share every sequence.
-        rows: the rows that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
+        context: the context-parallel ranks that split every sequence.
+        rows: the rows being decoded, set by ``megarl.models.megatron.cached_attention.decoding``; None in
+            training.
 
     Raises:
-        ModelError: the key heads cannot be divided over the tensor-parallel ranks.
+        ModelError: the number of key heads is not divisible by the tensor-parallel ranks.
     """
 
     rows: DecodedRows | None = None
@@ -120,13 +123,13 @@ class GatedDeltaMixer(MegatronModule):
         self.conv1d = torch.nn.Conv1d(
             channels, channels, net.convolution, groups=channels, bias=False, **options
         )
-        # Keep float32 whatever the model's dtype: rounded to 16 bits, a decay near 1 would have another
-        # effect over thousands of tokens.
+        # Keep float32 in any model dtype: a decay near 1, rounded to 16 bits, changes the result over
+        # thousands of tokens.
         options["dtype"] = wide_dtype(self.conv1d.weight)
         self.dt_bias = torch.nn.Parameter(torch.empty(self.value_heads, **options))
         self.A_log = torch.nn.Parameter(torch.empty(self.value_heads, **options))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
-            # Mark them as sharded: otherwise the gradient norm counts them only on the first rank.
+            # Mark as sharded: otherwise the gradient norm would count only the first rank's shard.
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         self.out_norm = GatedNorm(config, net.value_width, tensor)
         self.out_proj = build_module(
@@ -142,16 +145,16 @@ class GatedDeltaMixer(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *unused: Any, packed_seq_params: Any = None, **ignored: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output [S, B, hidden] of hidden states [S, B, hidden], with S divided over the
-        tensor-parallel ranks under sequence parallelism; B is 1 for packed sequences.
+        """Return the output [S, B, hidden] for hidden states [S, B, hidden]; under sequence parallelism S is
+        split over the tensor-parallel ranks. B is 1 for packed sequences.
 
-        Masks are not needed: sequences are padded on the right only, and no token reads later positions.
+        No mask is needed: padding is on the right, and no token reads later positions.
         """
         projected, _ = self.in_proj(hidden_states)
         length, rows = projected.shape[:2]
         heads, net = self.key_heads, self.net
         values = net.values // net.key_heads
-        # Let rows alternate: a transpose would copy all projected tokens, and their gradients twice.
+        # Keep the rows interleaved: a transpose would copy all projected tokens, and their gradients twice.
         tokens = projected.reshape(length * rows, heads, -1)
         gates = net.value_heads // net.key_heads
         mixed, gate, step, decay = tokens.split([2 * net.key_width + values, values, gates, gates], dim=-1)
@@ -160,7 +163,7 @@ class GatedDeltaMixer(MegatronModule):
         if self.rows is None:
             starts = None if packed_seq_params is None else packed_seq_params.layout.starts
             if starts is None:
-                # Use full lengths, because plans describe sequences over all context-parallel ranks.
+                # Sequence starts refer to the full length over all context-parallel ranks.
                 whole = length * self.context.size
                 starts = tuple(range(0, whole * rows + 1, whole))
             convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts, self.context, rows)
@@ -169,14 +172,14 @@ class GatedDeltaMixer(MegatronModule):
             outputs = self._step(mixed, decay, step, self.rows)
         else:
             outputs = self._read_prompts(mixed, decay, step, length, self.rows)
-        # The recurrence runs in float32, but the projection that follows has the model's dtype.
+        # The recurrence runs in float32, but the output projection takes the model's dtype.
         outputs = outputs.to(projected.dtype)
         normed = self.out_norm(outputs, gate.reshape(outputs.shape))
         return self.out_proj(normed.reshape(length, rows, -1))
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split the output of the convolution, [t, channels], into query and key [t, H, K] of unit length,
-        and value [t, G, V]."""
+        """Split the convolution's output [t, channels] into unit-length queries and keys [t, H, K] and values
+        [t, G, V]."""
         net = self.net
         by_head = F.silu(convolved).unflatten(1, (self.key_heads, -1))
         query, key, value = by_head.split([net.key_width, net.key_width, net.values // net.key_heads], dim=-1)
@@ -185,12 +188,12 @@ class GatedDeltaMixer(MegatronModule):
     def _read_prompts(
         self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, length: int, rows: DecodedRows
     ) -> torch.Tensor:
-        """Return the outputs [p * length, G, V] of p left-padded prompts, and store the state of each
-        prompt."""
+        """Return the outputs [p * length, G, V] for p left-padded prompts, and store each prompt's recurrent
+        state."""
         prompts, reach = len(mixed) // length, self.net.convolution - 1
         by_position = mixed.unflatten(0, (length, prompts))
         if rows.row_lengths is not None:
-            # Set padding to 0, with which a sequence begins, so that it writes nothing to the state.
+            # Set padding to 0, so that it leaves the initial state unchanged.
             is_padding = torch.arange(length, device=mixed.device)[:, None] < length - rows.row_lengths
             by_position = by_position.masked_fill(is_padding[..., None], 0)
         starts = tuple(range(0, prompts * length + 1, length))
@@ -198,7 +201,7 @@ class GatedDeltaMixer(MegatronModule):
             by_position.flatten(0, 1), self.conv1d.weight.squeeze(1), starts, rows=prompts
         )
         outputs, states = gated_delta_rule(*self._heads(convolved), decay, step, starts, rows=prompts)
-        # Keep the last W - 1 inputs of the convolution, with zeros in front of shorter prompts.
+        # Keep the last W - 1 inputs of the convolution, zero-padded for shorter prompts.
         tails = F.pad(by_position.transpose(0, 1), (0, 0, reach, 0))[:, length:]
         rows.store_states(self.layer_number, tails, states)
         return outputs
@@ -206,12 +209,12 @@ class GatedDeltaMixer(MegatronModule):
     def _step(
         self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, rows: DecodedRows
     ) -> torch.Tensor:
-        """Return the outputs [b, G, V] of one more token per row; update the states in place."""
+        """Return the outputs [b, G, V] for one new token per row; update the recurrent states in place."""
         tails, states = rows.states(self.layer_number)
         seen = torch.cat((tails, mixed[:, None]), dim=1)
         convolved = (seen * self.conv1d.weight.squeeze(1).t()).sum(1)
         outputs, after = gated_delta_step(*self._heads(convolved), decay, step, states)
-        # Write in place, because a recorded CUDA graph reads and writes the same memory in every step.
+        # Write in place: a recorded CUDA graph uses the same memory in every step.
         tails.copy_(seen[:, 1:])
         states.copy_(after)
         return outputs
@@ -219,8 +222,8 @@ class GatedDeltaMixer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the sharded state; parameters that Megatron's modules do not describe themselves are sharded
-        by rows, except the norm's weight."""
+        """Return the sharded state dict. Parameters outside Megatron's modules are sharded by rows, except
+        the norm's weight."""
         cut = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         own = {**cut, "out_norm.weight": self.out_norm.weight}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(

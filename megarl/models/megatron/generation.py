@@ -1,8 +1,8 @@
-"""Generation by Megatron itself, with a key-value cache, in any layout of tensor, pipeline, context and data
+"""Generation with Megatron itself and a key-value cache, in any layout of tensor, pipeline, context and data
 parallelism.
 
-Replicas that share experts decode the rows of all these replicas, so that their collectives match, and each
-replica keeps the results of its own rows.
+Replicas that share experts must run the same collectives, so each of them decodes the rows of all these
+replicas and keeps the results of its own rows.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoupledGroups(ParallelGroups):
-    """Groups of a replica that receives values from the last stage of the first of the coupled replicas.
+    """Groups of a replica that receives sampled values from the first of the replicas that share experts.
 
-    All coupled replicas compute the same rows, but in products of different shapes, so that rounding could
-    make two of them sample different tokens and diverge.
+    These replicas all compute the same rows, but in matmuls of different shapes. Rounding differences could
+    make two of them sample different tokens, so only the first replica's last pipeline stage decides.
     """
 
     replicas: dist.ProcessGroup
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """Broadcast values from the first replica's last stage; see ``ParallelGroups``."""
+        """Broadcast values from the first replica's last stage, in place; see ``ParallelGroups``."""
         ParallelGroups.from_last_stage(self, values)
-        # Broadcast after the pipeline, because by then every stage of the first replica has its last stage's
+        # Broadcast between replicas second: by then every stage of the first replica has its last stage's
         # values.
         dist.broadcast(values, src=dist.get_global_rank(self.replicas, 0), group=self.replicas)
         return values
@@ -70,13 +70,14 @@ def decode_together(
     groups: ParallelGroups,
     replicas: dist.ProcessGroup,
 ) -> BatchedDataDict[Any]:
-    """Run ``decode_rows`` on the rows of all replicas, and return the results of this replica's rows.
+    """Run ``decode_rows`` on the rows of all replicas that share experts, and return the results of this
+    replica's rows. Collective over these replicas.
 
     Args:
-        decode_rows: decodes rows with given groups.
+        decode_rows: decodes rows with the given groups.
         data: this replica's rows; may be empty.
-        groups: the groups of this replica.
-        replicas: the replicas that share experts. A collective over them.
+        groups: this replica's groups.
+        replicas: group of the replicas that share experts.
     """
     # Gather rows as objects: their numbers and widths differ between replicas, and prompts are small.
     parts = gather_objects(dict(data), replicas)
@@ -88,7 +89,7 @@ def decode_together(
     output = decode_rows(coupled, _joined(list(itertools.compress(parts, counts)) or parts[:1]))
     first = sum(counts[: dist.get_rank(replicas)])
     mine = {key: value[first : first + counts[dist.get_rank(replicas)]] for key, value in output.items()}
-    # Shorten to this replica's longest row, because other replicas' rows may be longer.
+    # Trim the padding to this replica's longest row; rows of other replicas may be longer.
     width = int(mine["unpadded_sequence_lengths"].max()) if len(mine["unpadded_sequence_lengths"]) else 0
     return BatchedDataDict(
         {key: value[:, :width] if value.ndim > 1 else value for key, value in mine.items()}
@@ -96,7 +97,7 @@ def decode_together(
 
 
 def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate the rows of all parts, padded to one width."""
+    """Concatenate the rows of several batches, right-padded with zeros to one width."""
     width = max(part["input_ids"].shape[1] for part in parts)
 
     def join(key: str) -> Any:
@@ -118,12 +119,12 @@ def generate(
     *,
     greedy: bool,
 ) -> BatchedDataDict[Any]:
-    """Continue every prompt; see ``decode``."""
-    # Gather parameters now: the hooks that do so run in training passes, and decoding has none.
+    """Continue every prompt with sampled (or greedy) tokens; see ``decode``."""
+    # Gather parameters now, because the hooks that gather them run only in training passes.
     backend.sync_parameters()
     graphs = graphs_on(backend.runtime.device)
 
-    # Use one cache for all batches of the call, because recorded steps hold its addresses.
+    # Use one cache for all batches of the call, because recorded CUDA graphs contain its addresses.
     decoded = DecodedRows(graphs, backend.runtime.device)
 
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
@@ -149,7 +150,8 @@ def generate(
 
 
 class _CachedForward:
-    """The forward pass through all model chunks of all pipeline stages, with a cache; see ``Forward``."""
+    """Forward pass with a key-value cache through all model chunks of all pipeline stages; see
+    ``Forward``."""
 
     def __init__(
         self, backend: MegatronBackend, decoded: DecodedRows, graphs: Graphs, rows: int, positions: int
@@ -157,22 +159,22 @@ class _CachedForward:
         self.backend = backend
         self.decoded = decoded
         self.graphs = graphs
-        # Megatron requires this context if keys are cached, but the cache itself is not Megatron's.
+        # Megatron requires such a context for cached decoding, although our cache replaces Megatron's.
         self.context = StaticInferenceContext(rows, positions)
         decoded.reserve(positions, rows)
 
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor | None:
-        """Read prompts and return the logits of each row on the last stage, None on others; see
+        """Process prompts. Return the logits of each row on the last pipeline stage, None on the others; see
         ``Forward``."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         logits = self._through_stages(tokens.shape, lambda chunk, hidden: self._chunk(chunk, tokens, hidden))
-        # Rows with the same prompt take the same logits, but each has its own random numbers.
+        # Rows with the same prompt share its logits; each row samples with its own random numbers.
         return None if logits is None else logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """Decode one token per row and return the logits on the last stage, None on others; see
+        """Process one token per row. Return the logits on the last pipeline stage, None on the others; see
         ``Forward``."""
         positions = self.decoded.advance()
 
@@ -185,28 +187,31 @@ class _CachedForward:
                     else self._chunk(chunk, None, given)
                 )
 
-            # The key includes the number of positions that are read, because a recorded step cannot read more
-            # later.
+            # The graph key includes the number of cached positions read, because a recorded graph always
+            # reads that number.
             return self.graphs.run((chunk, positions), forward, lengths, tokens if hidden is None else hidden)
 
         return self._through_stages((self.decoded.count, 1), run)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keep only some rows in the cache; see ``Forward``."""
+        """Keep only the given rows in the cache; see ``Forward``."""
         self.decoded.keep(rows)
 
     def _chunk(self, chunk: int, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run one model chunk and return hidden states [n, b, H], or the logits [b, V] of the last position
-        from the model's last chunk. Only the model's first chunk reads tokens [b, n]; the others read hidden
-        states."""
+        """Run one model chunk. Return hidden states [n, b, H] or, from the model's last chunk, logits [b, V]
+        of the last position.
+
+        The model's first chunk takes ``tokens`` [b, n]; all others take ``hidden``.
+        """
         stage = self.backend.stages[chunk]
         if hidden is not None:
-            # Megatron-Core's schedules pass hidden states to a stage in this way, because forward takes none.
+            # Megatron-Core's schedules also use set_input_tensor, because forward has no argument for hidden
+            # states.
             stage.set_input_tensor(hidden)
         output: torch.Tensor = stage(
             tokens, None, None, inference_context=self.context, runtime_gather_output=True
         )
-        # Drop the columns that pad the vocabulary, which must never be sampled.
+        # Drop the padding columns of the vocabulary, which must never be sampled.
         return output[:, -1, : self.backend.vocabulary.size] if self._is_last(chunk) else output
 
     def _is_last(self, chunk: int) -> bool:
@@ -215,13 +220,13 @@ class _CachedForward:
     def _through_stages(
         self, shape: Sequence[int], run: Callable[[int, torch.Tensor | None], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Run the chunks of this stage in turn with those of the others, and return the output of the model's
-        last chunk, None on other stages.
+        """Run this stage's chunks in their turn. Return the output of the model's last chunk; None on ranks
+        that do not have it.
 
         Args:
             shape: [b, n] of the tokens.
-            run: runs one chunk, given its number and hidden states [n, b, H], None for the first chunk of the
-                model.
+            run: runs one chunk, given its index and its input, hidden states [n, b, H]; the input is None for
+                the model's first chunk.
         """
         output = None
         for chunk, stage in enumerate(self.backend.stages):
@@ -233,8 +238,8 @@ class _CachedForward:
         return output
 
     def _receive(self, config: Any, shape: Sequence[int]) -> torch.Tensor:
-        """Receive hidden states [n, b, hidden] from the previous stage; the first stage receives those of the
-        previous chunk from the last stage."""
+        """Receive hidden states [n, b, hidden] from the previous stage. The first stage receives its later
+        chunks' input from the last stage."""
         groups = self.backend.groups
         rows, positions = shape
         hidden = torch.empty(
@@ -245,7 +250,7 @@ class _CachedForward:
             device=self.backend.runtime.device,
         )
         before = (groups.pipeline_rank - 1) % groups.pipeline_size
-        # Receive blocking, because a stage has nothing else to do in a decoding step.
+        # Block here: in a decoding step a stage has nothing else to do.
         dist.recv(hidden, src=dist.get_global_rank(groups.pipeline, before), group=groups.pipeline)
         return hidden
 
@@ -259,18 +264,18 @@ class _CachedForward:
 
 @contextlib.contextmanager
 def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Disable sequence and context parallelism within the context: decoding takes one position at a time,
-    which cannot be split over ranks.
+    """Disable sequence and context parallelism within the context, because a decoding step's single position
+    cannot be split over ranks.
 
-    Both only change where activations are stored, not what is computed, so the same weights serve. All
-    context-parallel ranks compute the same.
+    They only change where activations are stored, so the weights stay valid. All context-parallel ranks then
+    compute the same values.
     """
     alone = ContextShare()
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, value: Any) -> None:
-        # Replace only attributes that exist and differ, because modules share a config, which is restored
-        # once.
+        # Skip equal values: modules share a config, and each of its attributes must be saved and restored
+        # only once.
         if hasattr(owner, name) and getattr(owner, name) != value:
             replaced.append((owner, name, value))
 
@@ -280,7 +285,7 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
         if isinstance(module, PortableAttention | GatedDeltaMixer):
             replace(module, "context", alone)
         if isinstance(module, RotaryEmbedding):
-            # With a group the embedding would limit its angles to this rank's chunks of the sequence.
+            # With a group, the embedding would return only the angles of this rank's part of the sequence.
             replace(module, "cp_group", None)
         config = getattr(module, "config", None)
         replace(config, "sequence_parallel", False)

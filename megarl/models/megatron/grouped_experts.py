@@ -1,11 +1,10 @@
-"""A rank's experts as grouped matrix products without Transformer Engine: each product of Megatron's loop
-over experts is computed for all experts at once.
+"""Grouped matmuls for a rank's experts without Transformer Engine.
 
-The loop launches some twenty-five operations per expert, forward and backward; the grouped product
-(``torch.nn.functional.grouped_mm``) launches the same few for any number of experts. Parameters, their names
-and their checkpoints are those of Megatron's loop (``SequentialMLP``), which is the base class here. On a CPU
-torch's grouped product computes the products of the loop, and all results are bitwise equal except gradients
-of biases and the gradient norm, which are summed in another order. On a GPU it has not been run yet.
+Megatron's loop over experts (``SequentialMLP``, the base class here) launches about 25 operations per expert,
+forward and backward. The grouped matmul (``torch.nn.functional.grouped_mm``) launches the same few for any
+number of experts. Parameter names and checkpoints are those of the loop. On a CPU all results are bitwise
+equal to the loop's, except bias gradients and the gradient norm, which are summed in another order. Untested
+on GPUs.
 """
 
 from __future__ import annotations
@@ -22,27 +21,26 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megarl.distributed.device import sent_to
 from megarl.models.megatron.hf_state import ADAPTER
 
-# torch has grouped_mm since 2.10; earlier versions had none, or one for a single dtype and without gradients.
+# torch 2.10 added this function; earlier versions have none, or one for a single dtype and without gradients.
 grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)
-# Alignment of strides, in bytes, that the kernels of the grouped product require.
+# Stride alignment in bytes that the grouped matmul kernels require.
 _ALIGNMENT = 16
 
 Linears: TypeAlias = tuple[list[Any], list[Any]]
-"""The first and the last linear layer of each expert of a rank: objects with ``weight`` [N, K], and ``bias``
+"""First and last linear layers of a rank's experts: two lists of objects with ``weight`` [N, K] and ``bias``
 [N] or None."""
 
 
 class _FromLast(torch.nn.ModuleList):
-    """A list of modules that are registered from the last to the first.
+    """A module list that registers its modules in reverse order.
 
-    Megatron's buffers of weights and gradients hold parameters in the reverse of their order. So the weights
-    of these modules are there in the order of the experts, at equal distances, and one tensor can view all of
-    them.
+    Megatron's parameter and gradient buffers store parameters in reverse registration order. This puts the
+    experts' weights there in ascending order and at equal distances, so one tensor can view them all.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         super().__init__(modules)
-        # Keep the experts' numbers as keys, so that names and checkpoints do not change.
+        # Keep the experts' indices as keys, so that parameter names and checkpoints do not change.
         self._modules = dict(reversed(self._modules.items()))
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
@@ -50,11 +48,11 @@ class _FromLast(torch.nn.ModuleList):
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts of a rank, with grouped products.
+    """Megatron's ``SequentialMLP`` with grouped matmuls.
 
-    The experts run one after another if no token arrived, torch has no grouped product, the rank has one
-    expert, ``moe_apply_probs_on_input`` is set, or one of their widths (an adapter's rank among them) is not
-    a multiple of 16 bytes.
+    It runs the experts one after another instead if no token arrived, torch has no ``grouped_mm``, the rank
+    has one expert, ``moe_apply_probs_on_input`` is set, or a layer width or adapter rank is not a multiple of
+    16 bytes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -65,7 +63,7 @@ class GroupedExperts(SequentialMLP):
 
     @functools.cached_property
     def _can_group(self) -> bool:
-        # Evaluate this at the first pass, when the layers already have their adapters.
+        # Evaluate this lazily at the first pass: adapters are attached after the constructor.
         return can_group(self._linears) and not self.config.moe_apply_probs_on_input
 
     def forward(
@@ -74,22 +72,22 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the tokens that were sent to this rank through its experts.
+        """Run the tokens that were dispatched to this rank through its experts.
 
         Args:
             permuted_local_hidden_states: [t, H], sorted by expert.
-            tokens_per_expert: [E of this rank] integers whose sum is t.
-            permuted_probs: [t], the factor of each token's result.
+            tokens_per_expert: [E] integers for this rank's experts; their sum is t.
+            permuted_probs: [t], router weight by which each token's output is multiplied.
 
         Returns:
-            [t, H], biases included; and None, because no bias is left to add.
+            The outputs [t, H] with biases added, and None in place of a bias.
         """
         if not self._can_group or not permuted_local_hidden_states.shape[0]:
             experts: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
                 permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )
             return experts
-        # Megatron-Core leaves the counts on the host, and sent_to does not wait.
+        # Megatron-Core leaves the counts on the host; sent_to copies them without a device synchronization.
         limits = sent_to(tokens_per_expert.cumsum(0, dtype=torch.int32), permuted_local_hidden_states.device)
         return grouped_mlp(
             self.config, self._linears, permuted_local_hidden_states, limits, permuted_probs
@@ -97,17 +95,17 @@ class GroupedExperts(SequentialMLP):
 
 
 def linears_of(experts: SequentialMLP) -> Linears:
-    """Return the first and the last linear layer of each expert in Megatron's loop over experts."""
+    """Return the first and the last linear layer of each expert in ``SequentialMLP``."""
     return [expert.linear_fc1 for expert in experts.local_experts], [
         expert.linear_fc2 for expert in experts.local_experts
     ]
 
 
 def can_group(linears: Linears) -> bool:
-    """Return whether torch can group the products of these layers: it needs a grouped product, several
-    experts and widths that are multiples of 16 bytes."""
+    """Return whether ``grouped_mm`` can run these layers: it must exist, there must be several experts, and
+    all widths must be multiples of 16 bytes."""
     first, last = (of_layer[0].weight for of_layer in linears)
-    # An adapter's products have its rank as a width, which the kernel requires to be aligned too.
+    # The rank of an adapter is a width of its matmuls, so it must be aligned too.
     ranks = [of_layer[0].adapter.rank for of_layer in linears if hasattr(of_layer[0], ADAPTER)]
     aligned = all(
         width * first.element_size() % _ALIGNMENT == 0 for width in (*first.shape, *last.shape, *ranks)
@@ -118,31 +116,32 @@ def can_group(linears: Linears) -> bool:
 def grouped_mlp(
     config: Any, linears: Linears, tokens: torch.Tensor, limits: torch.Tensor, probs: torch.Tensor
 ) -> torch.Tensor:
-    """Return the experts' outputs for their tokens, biases included.
+    """Run tokens through their experts and return the outputs, biases added.
 
     Args:
         config: Megatron's config of the experts.
-        linears: the linear layers of the experts.
+        linears: the experts' linear layers.
         tokens: [t, H], sorted by expert.
-        limits: [E] int32 on the device of the tokens, the number of tokens up to the end of each expert's.
-            Tokens after the last limit go to no expert, and their results are undefined.
-        probs: [t], the factor of each token's result.
+        limits: [E] int32 on the tokens' device: index after the last token of each expert. Tokens after the
+            last limit belong to no expert, and their outputs are undefined.
+        probs: [t], router weight by which each token's output is multiplied.
 
     Returns:
         [t, H] in the dtype of ``tokens``.
     """
     whole = _WholeMLP(config, linears, limits)
-    # Call Megatron's own forward on this module, so that activation and weighting by probs stay Megatron's.
+    # Call Megatron's forward method on this module, so that activation and router weighting stay Megatron's
+    # code.
     output, _ = MLP.forward(whole, tokens, probs)
     if whole.last.bias is not None:
-        # Weight the bias like the rest of the result, as Megatron's expert does.
+        # Multiply the bias by the router weight too, as Megatron's expert does.
         output = output + whole.last.bias * probs.unsqueeze(-1)
     return output.to(tokens.dtype)
 
 
 class _WholeMLP(torch.nn.Module):
-    """All experts as a single MLP for Megatron's forward pass, which computes everything between the
-    products."""
+    """All experts as one MLP, on which Megatron's forward method computes everything between the two
+    matmuls."""
 
     def __init__(self, config: Any, linears: Linears, limits: torch.Tensor) -> None:
         super().__init__()
@@ -153,11 +152,11 @@ class _WholeMLP(torch.nn.Module):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """The linear layers of all experts.
+    """One linear layer of all experts.
 
     Attributes:
-        bias: [t, N] to be added to the last result; None if the layers have no biases, or if these are added
-            already.
+        bias: [t, N] that the caller must add to the last output; None if the layer has no bias or has already
+            added it.
     """
 
     def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
@@ -196,13 +195,14 @@ class _GroupedLinear(torch.nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """The product [t, N] of tokens [t, K] and the weights [N, K] of each token's expert."""
+    """Grouped matmul: tokens [t, K], sorted by expert, times the weight [N, K] of each token's expert, giving
+    [t, N]."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, limits: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         assert grouped_mm is not None
         tokens = _rows(tokens)
-        # Save the weights instead of a stack of them, which may be a copy as large as all experts.
+        # Save the weights, not the stacked tensor, which may be a copy as large as all experts.
         ctx.save_for_backward(tokens, limits, *weights)
         return grouped_mm(tokens, stacked(weights).transpose(1, 2), offs=limits)
 
@@ -218,12 +218,13 @@ class _Product(torch.autograd.Function):
 
 
 class _OfTokens(torch.autograd.Function):
-    """The biases [N] of each token's expert, as [t, N]."""
+    """Gather the bias [N] of each token's expert into [t, N]."""
 
     @staticmethod
     def forward(ctx: Any, limits: torch.Tensor, tokens: int, *biases: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(limits, *biases)
-        # Rows behind the last limit also need some bias.
+        # Rows after the last limit belong to no expert but still need an index in range, so the search omits
+        # the last limit.
         expert = torch.searchsorted(
             limits[:-1], torch.arange(tokens, dtype=limits.dtype, device=limits.device), right=True
         )
@@ -235,32 +236,35 @@ class _OfTokens(torch.autograd.Function):
         if not any(ctx.needs_input_grad[2:]):
             return None, None, *[None] * len(biases)
         assert grouped_mm is not None
-        # Multiply by ones to sum the rows of each expert, with the fewest columns of ones that the kernel
-        # accepts.
+        # Sum the rows of each expert by a matmul with ones. Use as few columns of ones as the kernel's
+        # alignment allows.
         ones = gradient.new_ones(gradient.shape[0], _ALIGNMENT // gradient.element_size())
         return None, None, *_handed_over(biases, grouped_mm(ones.t(), _rows(gradient), offs=limits)[:, 0])
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as contiguous rows, with contiguous strides even in a dimension of size 1."""
+    """Return the tensor with contiguous row-major strides, also in dimensions of size 1, which ``contiguous``
+    leaves alone."""
     return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack tensors of one shape in a new first dimension. The result is a view if the tensors are at equal
-    distances in one storage, as weights are in the buffers of Megatron's distributed optimizer, otherwise a
-    copy."""
+    """Stack tensors of one shape in a new first dimension.
+
+    The result is a view if the tensors are at equal distances in one storage, as weights are in the buffers
+    of Megatron's distributed optimizer; otherwise it is a copy.
+    """
     shown = shared_view(tensors)
     return torch.stack([tensor.detach() for tensor in tensors]) if shown is None else shown
 
 
 def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return one tensor that views the memory of several, stacked in a new first dimension; None unless they
-    follow each other at equal distances in one storage."""
+    """Return a view of several tensors stacked in a new first dimension, or None if they are not at equal
+    distances in one storage."""
     first, second = tensors[0], tensors[1]
     step = second.data_ptr() - first.data_ptr()
     size, home = first.element_size(), first.untyped_storage().data_ptr()
-    # The buffer may have padding between parameters, so that any equal distance is accepted.
+    # Accept any equal distance, because the buffer may have padding between parameters.
     even = step >= first.nbytes and step % _ALIGNMENT == 0 and first.data_ptr() % _ALIGNMENT == 0
     if not even or any(
         tensor.data_ptr() != first.data_ptr() + index * step
@@ -269,16 +273,16 @@ def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         for index, tensor in enumerate(tensors)
     ):
         return None
-    # Detach the view, because autograd sees the parameters, which the function takes as arguments.
+    # Detach the view: autograd tracks the parameters themselves, which are the function's arguments.
     return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
 
 def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the gradient of each parameter from the gradients [E, ...] of all parameters.
+    """Return each parameter's gradient from the stacked gradients [E, ...].
 
-    If Megatron's gradient buffer holds their sums at equal distances, all gradients are added there at once,
-    and each parameter is marked so that Megatron's hook does not add them again. The sums are the same as
-    Megatron's own.
+    If the ``main_grad`` tensors of all parameters are at equal distances in Megatron's gradient buffer, add
+    the gradients to them in one operation, and mark each parameter so that Megatron's hook does not add them
+    again. The sums are the same as Megatron's.
     """
     sums = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     if len(sums) == len(parameters):
@@ -286,7 +290,8 @@ def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) ->
         if whole is not None:
             whole.add_(gradients)
         for parameter in parameters:
-            # Set False too: the mark of the last pass would make the hook drop this gradient.
+            # Also set False: a mark left from the last pass would make the hook drop this gradient.
             parameter.grad_added_to_main_grad = whole is not None
-    # Return gradients even if they were already added: without a gradient autograd would not call the hook.
+    # Return gradients even if they are already added: autograd calls the hook only for a parameter that has
+    # one.
     return gradients.unbind(0)

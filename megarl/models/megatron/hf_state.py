@@ -1,6 +1,8 @@
-"""Loading of weights in Hugging Face form, and the names that parameters have in all layouts.
+"""Loads Hugging Face weights into Megatron models, and gives parameters names that do not depend on the
+layout.
 
-Each slice of the files is read once, by the first of the ranks that hold it, which sends it to the others.
+Each slice of the files is read once, by the first of the ranks that hold it, which broadcasts it to the
+others.
 """
 
 from __future__ import annotations
@@ -22,28 +24,30 @@ from megarl.errors import ModelError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.parallel import ExpertGroups, holders
 
-# A module's dictionary of parameters or buffers, and a name in it.
+# A module's dictionary of parameters or buffers, and a key in it.
 TensorPlace = tuple[dict[str, Any], str]
 
 ADAPTER = "adapter"
-"""Name of the submodule of a layer that holds the layer's adapters."""
+"""Name of the submodule that holds a layer's adapters."""
 _LAYERS = "decoder.layers."
 _CORRECTION_BIAS = "mlp.router.expert_bias"
 
 
 def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]:
-    """Return the names of a model chunk's parameters, mapped to their names in a GPTModel without pipeline
-    stages and expert parallelism. They include the biases that correct the routing to experts, which Megatron
-    keeps as buffers."""
+    """Map the names of a model chunk's parameters to their names in a GPTModel without pipeline stages and
+    expert parallelism.
+
+    The routers' correction biases, which Megatron stores as buffers, are included.
+    """
     first_expert = experts.model_rank * ((model.config.num_moe_experts or 0) // experts.model_size)
     names = {}
     for local, _ in _tensors_of(model):
-        # HybridModel calls its last norm final_norm.
+        # HybridModel calls the last norm final_norm.
         name = local.replace("decoder.final_norm.", "decoder.final_layernorm.")
         if local.startswith(_LAYERS):
             index, rest = local[len(_LAYERS) :].split(".", 1)
             layer = model.decoder.layers[int(index)]
-            # Use the layer's own number, because its index in a chunk does not count other stages and chunks.
+            # Use the layer's global number: its index in the chunk starts at 0 on every stage and chunk.
             name = f"{_LAYERS}{layer.layer_number - 1}.{rest}"
         names[local] = shift_expert(name, first_expert) if is_expert(name) else name
     return names
@@ -57,23 +61,22 @@ def _tensors_of(model: LanguageModule) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield the name of each tensor of ``parameters_of`` that is the model's own, with the dictionary and key
-    that hold it, also after the tensor is replaced."""
+    """Yield the name of each base-model tensor (no adapters) with the dictionary and key that hold it."""
     for chunk in chunks:
         for local, name in global_names(chunk, experts).items():
             if f".{ADAPTER}." in local:
                 continue
             path, _, key = local.rpartition(".")
             module = chunk.get_submodule(path)
-            # Yield the dictionary instead of the tensor, which offloads and later loads may replace.
+            # Yield dictionary and key instead of the tensor, which offloading and loading may replace.
             yield name, (module._parameters if key in module._parameters else module._buffers, key)
 
 
 def parameters_of(
     chunks: Sequence[LanguageModule], experts: ExpertGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's parameters, and the buffers that checkpoints contain, under their names in a model
-    without pipeline stages and expert parallelism."""
+    """Yield this rank's parameters and checkpointed buffers, under their names in a model without pipeline
+    stages and expert parallelism."""
     for chunk in chunks:
         names = global_names(chunk, experts)
         for local, tensor in _tensors_of(chunk):
@@ -88,11 +91,11 @@ def load_from_hf(
     groups: ParallelGroups,
     experts: ExpertGroups,
 ) -> None:
-    """Fill every parameter of this stage from ``source``. A collective over the world.
+    """Load every parameter of this stage from ``source``. Collective over the world.
 
-    Only this rank's slices are read, and only by the first of its data-parallel and context-parallel copies,
-    which sends the bytes to the others. A rank that cannot read still sends the values that it has, so that
-    no rank waits for it, and all ranks fail in the end.
+    Each slice is read by one rank, the first of its data- and context-parallel replicas, which broadcasts the
+    bytes. A rank that fails to read still takes part in the broadcasts, so that no rank hangs; all ranks
+    raise at the end.
 
     Raises:
         ModelError: another rank could not read its slices.
@@ -101,8 +104,7 @@ def load_from_hf(
     for name, parameter in parameters_of(chunks, experts):
         of_experts = is_expert(name)
         copies = holders(of_experts=of_experts)
-        # After a failure continue the loop without reading, because the other ranks wait in the broadcasts
-        # below.
+        # After a failure, continue without reading, because the other ranks wait in the broadcasts below.
         if dist.get_rank(copies) == 0 and failure is None:
             cut = experts if of_experts else groups
             try:
@@ -119,10 +121,10 @@ def load_from_hf(
             except Exception as error:
                 failure = error
         if dist.get_world_size(copies) > 1:
-            # Broadcast bytes, so that no value changes on the way.
+            # Broadcast as bytes, which preserves every bit, NaN payloads included.
             whole = parameter.detach().view(-1).view(torch.uint8)
             dist.broadcast(whole, src=dist.get_global_rank(copies, 0), group=copies)
-    # Reduce over the world, not over the copies: a stage that loaded its weights must not continue alone.
+    # Reduce over the world: a stage whose own weights loaded must not continue alone.
     failed = torch.tensor([int(failure is not None)], device=runtime().device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failure is not None:

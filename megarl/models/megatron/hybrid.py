@@ -1,9 +1,9 @@
-"""Megatron-Core's HybridModel, which replaces GPTModel, with GPTModel's names of parameters and checkpoints.
+"""Megatron-Core's HybridModel, the successor of GPTModel, with GPTModel's parameter names and checkpoints.
 
-The decoder of a HybridModel is a row of half layers, given by the symbols of a pattern: some mix tokens, the
-others have an MLP or experts. Each layer of a model is two half layers here, split from the layer spec of
-GPTModel, and both have that layer's number. So everything that depends on the numbers and names of layers
-(mapping rules, windows, caches, records of routers, checkpoints) is the same for both classes.
+A HybridModel's decoder is a sequence of half layers, given by a pattern of symbols: token mixers, MLPs or
+expert layers. Here each layer of a model becomes two half layers, split from GPTModel's layer spec, and both
+have that layer's number. So everything that depends on layer numbers and names (mapping rules, windows,
+caches, routing records, checkpoints) is the same for both classes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from converters.model_config.layer_kind import LayerKind
 from megarl.models.megatron.specs import kinds_of_chunk
 from megarl.patched import patched
 
-# For each ``LayerKind.mixer``, the symbol of a half layer and the name of its spec.
+# Symbol and spec name of the mixer's half layer, by ``LayerKind.mixer``.
 _MIXERS = {
     "attention": (Symbols.ATTENTION, "attention_layer"),
     "latent": (Symbols.MLA, "mla_layer"),
@@ -41,27 +41,26 @@ _MLP, _EXPERTS = (Symbols.MLP, "mlp_layer"), (Symbols.MOE, "moe_layer")
 
 
 class HalfLayer(TransformerLayer):
-    """The token mixer of a layer, or the MLP after it, with the number of the layer."""
+    """A layer's token mixer, or its MLP, with the number of the layer."""
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any) -> None:
-        # HybridStack counts half layers from 1, so that two of them have one layer number.
+        # HybridStack counts half layers from 1; two of them share a layer number.
         super().__init__(config, submodules, (layer_number + 1) // 2, **options)
         if isinstance(self.mlp, IdentityOp):
-            # A half layer without an MLP has nothing to recompute; Megatron-Core would checkpoint an
-            # identity.
+            # Without an MLP there is nothing to recompute; Megatron-Core would checkpoint an identity.
             self.recompute_mlp = False
 
 
 class Decoder(HybridStack):
-    """A ``HybridStack`` of half layers, whose checkpoints are those of GPTModel's decoder."""
+    """A ``HybridStack`` of half layers with the checkpoints of GPTModel's decoder."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state by local names. The tensors have GPTModel's names, and layers of one form
-        share one tensor, as in GPTModel."""
+        """Return the sharded state dict, keyed by local names. Tensors have GPTModel's checkpoint names;
+        layers of one form share one tensor, as in GPTModel."""
         config = self.config
-        # GPTModel's decoder also decides by these whether each layer has tensors of its own.
+        # GPTModel's decoder also decides by these settings whether each layer has its own tensors.
         apart = bool((metadata or {}).get("non_homogeneous_layers"))
         apart = (
             apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)
@@ -86,11 +85,11 @@ class Decoder(HybridStack):
 
 
 class LayeredModel(HybridModel):
-    """A HybridModel with what only GPTModel does."""
+    """A HybridModel with the features that only GPTModel has."""
 
     def forward(self, *arguments: Any, padding_mask: torch.Tensor | None = None, **options: Any) -> Any:
-        """Run the forward pass of ``HybridModel``. The first chunk scatters ``padding_mask`` over the
-        sequence, as in GPTModel."""
+        """Run the forward pass of ``HybridModel``; scatter ``padding_mask`` over the sequence in the first
+        chunk, as GPTModel does."""
         if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
             padding_mask = (
                 scatter_to_sequence_parallel_region(
@@ -104,8 +103,8 @@ class LayeredModel(HybridModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state without the output layer's extra state, which is empty and not in
-        GPTModel's checkpoints."""
+        """Return the sharded state dict without the output layer's empty extra state, which GPTModel's
+        checkpoints lack."""
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded.pop(f"{prefix}output_layer._extra_state", None)
         return sharded
@@ -121,18 +120,18 @@ def hybrid_model(
     """Build one model chunk of this pipeline stage.
 
     Args:
-        config: configuration of the model.
-        chunk: number of the chunk; None if the stage has a single chunk.
+        config: Megatron's model configuration.
+        chunk: index of the chunk; None if the stage has a single chunk.
         layers: GPTModel's layer specs of the chunk.
         options: keyword arguments of GPTModel.
         ends: ``pre_process`` and ``post_process``, as in GPTModel.
     """
-    # Copy the options, because other chunks of the stage are built from them too.
+    # Copy the options, because the other chunks are built from them too.
     options = dict(options)
-    # HybridModel has no arguments for these.
+    # HybridModel has no arguments for rotary scaling; it is applied below.
     scaled, factor = options.pop("rope_scaling", False), options.pop("rope_scaling_factor", None)
-    # Clear these counts, because the bars of a pattern replace them, and HybridModel accepts only one of the
-    # two.
+    # Clear these counts: the bars in the pattern also divide the layers, and HybridModel accepts only one of
+    # the two.
     uneven = [(config, f"num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last")]
     pattern = _pattern(config)
     if config.recompute_num_layers is not None:
@@ -140,7 +139,7 @@ def hybrid_model(
     stack = ModuleSpec(
         module=Decoder, submodules=_submodules(kinds_of_chunk(config, chunk), layers.layer_specs)
     )
-    # Whatever its spec, HybridStack takes Transformer Engine's norm as its last norm.
+    # HybridStack always uses Transformer Engine's norm as its last norm, so patch that name.
     with patched(*uneven, (hybrid_block, "TENorm", layers.layer_norm)):
         model = LayeredModel(
             config=config,
@@ -159,8 +158,8 @@ def hybrid_model(
 
 
 def _pattern(config: TransformerConfig) -> str:
-    """Return the symbols of all half layers, with a bar between chunks; the first chunks of all stages come
-    before the second chunks."""
+    """Return the symbols of all half layers, with a bar between chunks. The first chunks of all stages come
+    before all second chunks."""
     chunks = config.virtual_pipeline_model_parallel_size
     patterns = []
     for chunk in [None] if chunks is None else range(chunks):
@@ -184,7 +183,7 @@ def _submodules(kinds: Sequence[LayerKind], layers: Sequence[ModuleSpec]) -> Hyb
         second = replace(
             parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
         )
-        # One spec per symbol suffices, because layers of one kind are alike, whatever their number.
+        # One spec per symbol suffices, because layers of one kind do not differ.
         specs[mixer] = ModuleSpec(module=HalfLayer, submodules=first)
         specs[mlp] = ModuleSpec(module=HalfLayer, submodules=second)
     return HybridStackSubmodules(**specs)

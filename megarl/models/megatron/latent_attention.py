@@ -1,4 +1,4 @@
-"""Megatron's multi-head latent attention, with corrections that make it match the model's."""
+"""Megatron-Core's multi-head latent attention (MLA), with corrections to positions, gradients and norms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 
 from megarl.models.megatron.cached_attention import CachesRows
 
-# Without Transformer Engine, release 0.16 considers it installed here and asks whether a layer is one of its
+# Release 0.16 sets this flag to True even if Transformer Engine is missing, and then compares layers with its
 # classes, which are mocks.
 multi_latent_attention.HAVE_TE = HAVE_TE
 
@@ -28,22 +28,23 @@ WITHOUT_LENGTHS = dict.fromkeys(
 
 
 class LatentSelfAttention(CachesRows, MLASelfAttention):
-    """Latent attention that rotates packed sequences by the positions of their tokens, and whose shared key
-    gets the gradients of the heads of all tensor-parallel ranks.
+    """Multi-head latent attention with correct positions in packed sequences and correct gradients of the
+    rotary key under tensor parallelism.
 
-    Megatron-Core rotates packed sequences one after another, by lengths that it reads from the device.
-    Without lengths it rotates them as rows, by the angles that it is given: here those of the tokens' own
-    positions.
+    Positions: for packed sequences Megatron-Core reads their lengths from the device and rotates one sequence
+    after another. Without lengths it rotates them like ordinary rows, by the angles that it is given. This
+    class removes the lengths and supplies the angles of each token's own position.
 
-    The rotated part of a key is shared by all heads. Each rank uses it with its own heads, so its gradients
-    have to be summed over the ranks. Megatron-Core (0.16 to 0.19) does not sum them if the projection that
-    computes this part is sharded over the ranks (without Transformer Engine), or is whole on each rank
-    without sequence parallelism: no error is raised, and the projection learns from only some of the heads.
+    Gradients: all heads share the rotary part of the key. Each rank uses it for its own heads, so its
+    gradient must be summed over the tensor-parallel ranks. Megatron-Core (0.16 to 0.19) omits this sum if the
+    down-projection that computes the rotary part is sharded (as without Transformer Engine), or replicated
+    without sequence parallelism. It raises no error: the projection learns from only some of the heads.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # Use a hook, because Megatron-Core calls the projection in the middle of a long method.
+        # Use a hook, because Megatron-Core calls the projection in the middle of a long method that we do not
+        # want to copy.
         self.linear_kv_down_proj.register_forward_hook(self._whole)
         self.rotary_pos_emb.positions = None
         self.rotary_pos_emb.register_forward_hook(_of_positions)
@@ -56,8 +57,10 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Any:
-        """Return what ``MLASelfAttention`` returns, rotated by the tokens' positions; ``packed_seq_params``
-        are ``PackedSequences``."""
+        """Run ``MLASelfAttention``'s method with angles at the tokens' positions in their own sequences.
+
+        ``packed_seq_params`` must be ``PackedSequences`` or None.
+        """
         given = (hidden_states, key_value_states, position_ids)
         if packed_seq_params is None or self.config.apply_rope_fusion:
             return super().get_query_key_value_tensors(*given, packed_seq_params, **options)
@@ -67,15 +70,15 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
                 *given, dataclasses.replace(packed_seq_params, **WITHOUT_LENGTHS), **options
             )
         finally:
-            # Clear the positions after an error too, because all layers share this embedding.
+            # Clear the positions after an error too, because all layers share this rotary embedding.
             self.rotary_pos_emb.positions = None
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Return the projections and norms of the specification unchanged.
+        """Return the projections and norms of the layer spec unchanged.
 
-        From 0.19 on, Megatron-Core chooses them by ``qk_layernorm``. If it is off, norms of latents are an
-        error. If it is on, queries that are not computed from a latent get a norm too, and when gradients are
-        summed over ranks, Megatron-Core assumes norms of heads (see ``transformer_config``).
+        From 0.19 on, Megatron-Core selects them by ``qk_layernorm``. If it is False, norms of the latents
+        raise an error. If it is True, queries that have no latent get a norm too, and the gradient reduction
+        treats the norms as per-head norms (see ``transformer_config``).
         """
         return {
             "linear_q_proj": submodules.linear_q_proj,
@@ -88,17 +91,22 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
     def _whole(
         self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
-        """Return the projection's output as [s, B, L], given [S, B, L / ranks], or [s, B, L] from a
-        projection that is whole on every rank. s is S / ranks under sequence parallelism, otherwise S; L is
-        the width of latent and rotated part together."""
+        """Return the output of the key-value down-projection in full width, [s, B, L], with correct
+        gradients.
+
+        L is the width of the latent and the rotary part together; s is S / ranks under sequence parallelism,
+        else S. The input is [S, B, L / ranks] from a sharded projection and [s, B, L] from a replicated one.
+        """
         combined, bias = output
         width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
-        # Decide by the width, because the layer spec and the release determine whether the output is sharded.
+        # Detect sharding by the width: whether the output is sharded depends on the layer spec and on the
+        # release.
         cut = combined.shape[-1] != width
         if cut:
             combined = gather_from_tensor_model_parallel_region(combined)
         if self.config.sequence_parallel:
-            # Megatron-Core gathers the rotated part again, and sums its gradients there.
+            # Megatron-Core gathers the rotary part over the ranks later, and the backward pass of that gather
+            # sums its gradients.
             return (scatter_to_sequence_parallel_region(combined) if cut else combined), bias
         latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         shared: torch.Tensor = _SummedGradients.apply(  # type: ignore[no-untyped-call]
@@ -108,8 +116,11 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
 
 
 def _of_positions(module: Any, inputs: Any, output: Any) -> Any:
-    """Return the angles of the tokens, [t, 1, r], of packed sequences, selected from angles [positions, 1, 1,
-    r] that start at 0; a factor next to them is kept. Other angles are returned unchanged."""
+    """Replace the rotary angles by those of the packed tokens' positions.
+
+    Select rows [t, 1, r] from the table [positions, 1, 1, r]; pass on the scaling factor that may follow the
+    table. Without positions the output is unchanged.
+    """
     if module.positions is None:
         return output
     angles, *others = output if isinstance(output, tuple) else (output,)
@@ -118,11 +129,11 @@ def _of_positions(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def share_rotary_tables(model: torch.nn.Module) -> None:
-    """Make all layers of latent attention share the rotary embedding of the first layer.
+    """Make all latent-attention layers use the rotary embedding of the first layer.
 
-    Each layer has its own embedding; they are equal and have no weights. Megatron-Core caches the last 32
-    tables of angles for all embeddings together, so models of more layers computed the table again in each
-    layer of each pass.
+    The embeddings of the layers are equal and have no weights. Megatron-Core caches only the last 32 tables
+    of angles in the whole process, so a model with more layers would compute the table again in each layer of
+    each pass.
     """
     layers = [module for module in model.modules() if isinstance(module, LatentSelfAttention)]
     for layer in layers[1:]:
@@ -130,8 +141,8 @@ def share_rotary_tables(model: torch.nn.Module) -> None:
 
 
 class _SummedGradients(torch.autograd.Function):
-    """An identity whose gradients are summed over the ranks. Megatron-Core's own function does not sum
-    gradients that are not contiguous (0.16)."""
+    """An identity whose backward pass sums gradients over the ranks. Megatron-Core's own function (0.16)
+    skips the sum for gradients that are not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -146,13 +157,13 @@ class _SummedGradients(torch.autograd.Function):
 
 
 def set_latent_norm_epsilon(model: torch.nn.Module, epsilon: float | None) -> None:
-    """Set the epsilon of the norms inside latent attention if it differs from that of the other norms; None
-    leaves it alone."""
+    """Set the epsilon of the norms inside latent attention; None keeps it equal to the other norms'
+    epsilon."""
     if epsilon is None:
         return
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
-            # With Transformer Engine a norm is part of the projection behind it.
+            # With Transformer Engine, a norm is fused into the projection that follows it.
             for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
                 norm = getattr(module, name, None)
                 if norm is not None and hasattr(norm, "eps"):

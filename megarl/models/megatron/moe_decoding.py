@@ -1,14 +1,15 @@
-"""Layers of experts in decoding steps of fixed shapes, which CUDA graphs can record.
+"""Expert layers in decoding steps of fixed shape, which CUDA graphs can record.
 
-Megatron's dispatchers read from the device how many tokens go to each expert, and exchange that many. A step
-needs neither: all ranks that share experts decode the same rows (``megarl.models.megatron.generation``), so
-each rank runs the rows through its own experts, and one sum over the ranks is the result of the layer.
+Megatron's token dispatchers read from the device how many tokens go to each expert, and exchange that many. A
+decoding step needs neither: all ranks that share experts decode the same rows
+(``megarl.models.megatron.generation``), so each rank runs the rows through its own experts, and one sum over
+the ranks gives the layer's output.
 
-If torch has a grouped product that reads its limits on the device, an expert computes only the rows that are
-routed to it. Otherwise it computes all rows, with zeros for rows that are routed elsewhere: a step has few
-rows, and reads the weights of nearly all experts anyway.
+If torch has a grouped matmul that reads its limits on the device, an expert computes only the rows routed to
+it. Otherwise it computes all rows, zeroing those routed elsewhere: a step has few rows and reads the weights
+of nearly all experts anyway.
 
-Legend: b rows, k experts per row, E experts, e of them on this rank.
+Notation: b rows, k experts per row, E experts, e of them on this rank.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from megarl.models.megatron.grouped_experts import Linears, can_group, grouped_m
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.patched import patched
 
-# These are the major compute capabilities and the dtype for which torch's grouped product is one kernel.
-# Otherwise the host reads its limits for a loop.
+# Major compute capabilities and dtype for which torch's grouped matmul is a single kernel. Otherwise it is a
+# loop whose limits the host must read.
 _CAPABILITIES, _DTYPE = (9, 10), torch.bfloat16
 
 
 def fixed_shapes(
     stages: Sequence[torch.nn.Module], groups: ParallelGroups, experts: ExpertGroups, rows: DecodedRows
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which layers of experts use fixed shapes in the steps of ``rows``, if the steps of
-    ``rows`` have fixed shapes. Passes over prompts keep Megatron's own forward.
+    """Return a context in which expert layers use fixed shapes in the decoding steps of ``rows``, if ``rows``
+    requires them. Passes over prompts keep Megatron's forward method.
 
     Args:
         stages: model chunks.
-        groups, experts: groups of this rank. All ranks that share experts have to call this, and decode the
-            same rows.
-        rows: the rows that are being decoded.
+        groups, experts: this rank's process groups. All ranks that share experts must enter the context and
+            decode the same rows.
+        rows: the rows being decoded.
     """
     steps: list[tuple[Any, str, Any]] = []
     for module in torch.nn.ModuleList(stages).modules():
@@ -54,14 +55,15 @@ def fixed_shapes(
 
 
 class _Step:
-    """The forward pass of a layer of experts; see ``fixed_shapes``."""
+    """Forward method of an expert layer in decoding steps; see ``fixed_shapes``."""
 
     def __init__(self, layer: Any, groups: ParallelGroups, experts: ExpertGroups, rows: DecodedRows) -> None:
         self._layer, self._rows, self._group = layer, rows, experts.tensor_and_model
         self._passes_over_prompts = layer.forward
         self._linears, self._backwards = _grouped_in_place(layer.experts)
-        # Ranks of one tensor-parallel group have bitwise equal hidden states. Those of replicas differ by
-        # rounding, and could choose other experts: one replica would not compute what the other relies on.
+        # Hidden states are bitwise equal within a tensor-parallel group. Those of replicas differ by rounding
+        # and could choose different experts, so that a replica would not compute an expert on which another
+        # relies.
         members = set(dist.get_process_group_ranks(self._group))
         self._may_differ = not members <= set(dist.get_process_group_ranks(groups.tensor))
 
@@ -71,8 +73,8 @@ class _Step:
             own: tuple[torch.Tensor, None] = self._passes_over_prompts(hidden, *arguments, **options)
             return own
         probs, went_to = self._layer.router(hidden)
-        # Use -1, not 0, because a chosen expert may have weight 0, and one tensor is broadcast for weights
-        # and choices.
+        # Mark experts that are not chosen with -1, because a chosen one may have weight 0. One broadcast then
+        # sends weights and choices.
         weights = probs.masked_fill(~went_to, -1)
         if self._may_differ:
             dist.broadcast(weights, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -82,39 +84,40 @@ class _Step:
             else self._grouped(hidden[0], weights, self._linears)
         )
         if dist.get_world_size(self._group) > 1:
-            # Sum over all ranks, whether an expert is on one rank or sharded over several.
+            # The same sum serves experts on one rank and experts sharded over several.
             dist.all_reduce(output, group=self._group)
         shared = self._layer.shared_experts
         return output[None] if shared is None else output[None] + shared(hidden), None
 
     def _grouped(self, rows: torch.Tensor, weights: torch.Tensor, linears: Linears) -> torch.Tensor:
-        """Return what this rank's experts add to rows [b, H]. ``weights`` [b, E] are -1 for experts that a
-        row is not routed to."""
+        """Return the contribution of this rank's experts to rows [b, H]. ``weights`` [b, E] is -1 for experts
+        that a row is not routed to."""
         experts = self._layer.experts
         number, chosen = experts.num_local_experts, self._layer.router.topk
-        # Take a fixed number of experts per row, because a CUDA graph records fixed shapes.
+        # A fixed number of experts per row keeps the shapes fixed, as a CUDA graph requires.
         probs, names = weights.topk(chosen)
         first, *_, last = self._layer.local_expert_indices
         local = last - names.flatten() if self._backwards else names.flatten() - first
-        # Treat the experts of other ranks as one more, whose rows are behind the limits of the product.
+        # Treat the experts of other ranks as one additional expert, whose rows come after the matmul's last
+        # limit.
         local, order = local.masked_fill((local < 0) | (local >= number), number).sort(stable=True)
         limits = torch.searchsorted(
             local, torch.arange(number, device=local.device), right=True, out_int32=True
         )
         output = grouped_mlp(experts.config, linears, rows[order // chosen], limits, probs.flatten()[order])
-        # Results behind the last limit are uninitialised memory, which may hold NaN.
+        # Results after the last limit are uninitialised memory and may be NaN.
         output = output.masked_fill_((local == number)[:, None], 0)
-        # Restore the order of rows by copying, and sum in a fixed order: a scattered sum would leave the
-        # order to the device.
+        # Restore the row order by a copy and sum in a fixed order; the order of a scattered sum would vary on
+        # a GPU.
         return torch.empty_like(output).index_copy_(0, order, output).unflatten(0, (-1, chosen)).sum(1)
 
     def _each_row_by_all(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's experts add to rows [b, H], by a product of all rows with each expert.
-        ``weights`` [b, E] are -1 for experts that a row is not routed to."""
+        """Return the contribution of this rank's experts to rows [b, H], running all rows through each
+        expert. ``weights`` [b, E] is -1 for experts that a row is not routed to."""
         experts, first = self._layer.experts, self._layer.local_expert_indices[0]
         mine = weights[:, first : first + experts.num_local_experts].t()
-        # Set the rows of other experts to 0: an expert's activation of them may be infinite, and infinity
-        # times 0 is NaN.
+        # Zero the rows of other experts: their activation in this expert may be infinite, and infinity times
+        # 0 is NaN.
         inputs, probs = (
             rows.expand(len(mine), -1, -1).masked_fill((mine < 0)[..., None], 0),
             mine.clamp(min=0),
@@ -122,7 +125,7 @@ class _Step:
         if isinstance(experts, SequentialMLP):
             of_experts = zip(experts.local_experts, inputs, probs, strict=True)
             return torch.stack([expert(given, scale)[0] for expert, given, scale in of_experts]).sum(0)
-        # Transformer Engine's experts require the numbers of rows on the host.
+        # Transformer Engine's experts need the row counts on the host.
         outputs: torch.Tensor = experts(
             inputs.flatten(0, 1), torch.full(mine.shape[:1], len(rows)), probs.flatten()
         )[0]
@@ -130,10 +133,10 @@ class _Step:
 
 
 def _grouped_in_place(experts: Any) -> tuple[Linears | None, bool]:
-    """Return the linear layers of a rank's experts if their products can be grouped in a step without copying
-    weights, otherwise None; and whether the last expert comes first.
+    """Return the linear layers of a rank's experts if their matmuls can be grouped without copying weights,
+    else None; and whether the experts are in reverse order.
 
-    Megatron's buffers hold weights in reverse order, except those of ``GroupedExperts``.
+    Megatron's buffers store weights in reverse order, except for ``GroupedExperts``.
     """
     linears = linears_of(experts) if isinstance(experts, SequentialMLP) else _unpacked(experts)
     weight = linears[0][0].weight
@@ -148,8 +151,8 @@ def _grouped_in_place(experts: Any) -> tuple[Linears | None, bool]:
 
 
 def _unpacked(experts: Any) -> Linears:
-    """Return the linear layers of each of Transformer Engine's experts, whose first layers are all in one
-    module and whose last layers are in another."""
+    """Return the linear layers of each of Transformer Engine's experts, which keep the weights of all experts
+    in two modules."""
 
     def layers(linear: Any) -> list[Any]:
         names = range(experts.num_local_experts)

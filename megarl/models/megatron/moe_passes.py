@@ -1,9 +1,9 @@
-"""Training passes over a mixture of experts: they record and balance routers over the real tokens, and keep
-replicas in lockstep.
+"""Training passes of a mixture-of-experts model: record routing, balance the experts over real tokens, and
+keep data-parallel replicas in lockstep.
 
 Replicas that share experts run the collectives of every expert layer together, so they need the same number
 of micro-batches. The alltoall dispatcher exchanges token counts. The allgather dispatcher assumes that all
-ranks bring the same number of tokens; otherwise it would mix up tokens or wait indefinitely.
+ranks have the same number of tokens; otherwise it mixes up tokens or hangs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
     """Return the number of real tokens of each row, [b] int64; 0 for rows whose ``sample_mask`` is 0."""
     data = model_input.micro_batch.data
     lengths = data["input_lengths"].to(torch.int64)
-    # A dropped sample is computed with the others, but does not count in the balance of experts.
+    # A dropped sample passes through the model with the others, but must not influence expert balancing.
     return lengths.where(data["sample_mask"] != 0, 0) if "sample_mask" in data else lengths
 
 
 def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
-    """Return the row of each token of this context-parallel rank, [n, t] int64; -1 for padding and dropped
-    samples."""
+    """Return the row index of each token on this context-parallel rank, [n, t] int64; -1 for padding and
+    dropped samples."""
     micro_batch, device = model_input.micro_batch, model_input.tokens.device
     lengths, total = _counted_lengths(model_input), micro_batch.length
     rows = torch.arange(micro_batch.size, device=device)
@@ -71,10 +71,10 @@ def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertT
 
 
 class _NoHead:
-    """The head of a pass that only computes the routing; it needs no output from the output layer."""
+    """Head for a pass that only computes routing, which needs no model output."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        # Request no positions, so that neither the output layer's product nor the softmax is computed.
+        # Request no positions, so that neither the output layer's matmul nor the softmax is computed.
         none = model_input.targets.new_empty(0)
         return Request(none, none, VocabularyShard(1), MODEL_ITSELF, None)
 
@@ -85,13 +85,13 @@ class _NoHead:
 
 
 class RecordedPasses:
-    """Training passes that record the routing of the last global batch.
+    """Training passes that record the expert routing of the latest global batch.
 
     Args:
-        chunks: this rank's model.
-        settings: load-balancing settings of the model's routers.
-        groups, experts: this rank's groups.
-        device: where counts are stored.
+        chunks: this rank's model chunks.
+        settings: load-balancing settings of the routers.
+        groups, experts: this rank's process groups.
+        device: device of the token counts.
     """
 
     def __init__(
@@ -109,33 +109,37 @@ class RecordedPasses:
         connect(chunks, self._record)
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head) -> list[HeadOutput]:
-        """Run one pass with gradients over a global batch. If the balancing loss needs counts of the whole
-        batch, a pass without gradients comes first."""
+        """Run a forward and backward pass over a global batch.
+
+        If the balancing loss needs token counts of the whole batch, a forward pass without gradients first
+        collects them.
+        """
         sequences = list(map(sequence_numbers, inputs))
         self._record.open(take_census(inputs, self._groups))
         try:
             if self._settings.counts_ahead:
                 self._record.count_ahead(True)
-                # Use no_grad, not evaluation mode, because routers must choose as they do in the pass that
-                # trains.
+                # Use no_grad instead of evaluation mode, because routers must choose the same experts as in
+                # the training pass.
                 with torch.no_grad():
                     forward_backward(self._chunks, inputs, _NoHead(), backward=False, sequences=sequences)
                 self._record.count_ahead(False)
             return forward_backward(self._chunks, inputs, head, backward=True, sequences=sequences)
         finally:
             self._record.close()
-            # Release the tensors of the last micro-batch, with which dispatchers would keep the model in
-            # memory.
+            # Token dispatchers keep tensors of the last micro-batch, and these keep the activations of the
+            # whole model in memory.
             release(self._chunks)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``RoutingRecord.metrics``. A collective over the world."""
+        """Return ``RoutingRecord.metrics``. Collective over the world."""
         return self._record.metrics()
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Number of tokens of a micro-batch in its present layout, and as one packed row."""
+    """Number of tokens of a micro-batch in its current layout (``tokens``) and as one packed row
+    (``packed``)."""
 
     tokens: int
     packed: int
@@ -149,18 +153,18 @@ def _size(model_input: ModelInput, shapes: Shapes) -> _Size:
 def in_step(
     inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool
 ) -> list[ModelInput]:
-    """Return the micro-batches in a layout in which the replicas that share this rank's experts can run them
-    together. A collective over the replicas.
+    """Return micro-batches that the replicas sharing this rank's experts can run in lockstep. Collective over
+    these replicas.
 
     Args:
-        inputs: micro-batches of this rank.
-        experts: expert groups of this rank.
-        shapes: the backend's requirements on shapes.
-        equal_tokens: every micro-batch must have as many tokens as its counterparts on other replicas. If
-            they differ, all of them become packed rows of the length of the longest.
+        inputs: this rank's micro-batches.
+        experts: this rank's expert groups.
+        shapes: the backend's shape constraints.
+        equal_tokens: the n-th micro-batches of all replicas must have the same number of tokens. Those that
+            differ are packed into one row each and padded to the longest replica's length.
 
     Returns:
-        ``inputs`` themselves if nothing had to change.
+        The micro-batches; unchanged if they already match.
 
     Raises:
         BatchError: replicas have different numbers of micro-batches.

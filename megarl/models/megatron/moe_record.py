@@ -1,26 +1,24 @@
-"""Record of a model's routers during one global batch: the batch's size, the load of the experts, and the
-losses that balance them.
+"""Token counts and balancing losses of a model's mixture-of-experts routers during one global batch.
 
-Losses are normalised over the whole global batch, so that contributions of tokens and ranks simply add up, as
-in the engine's losses. Let T be the number of real tokens in the global batch, E the number of experts, k the
+Losses are normalised over the whole global batch, so contributions of tokens and ranks simply add up, as in
+the engine's losses. Let T be the number of real tokens in the global batch, E the number of experts, k the
 number of experts per token, p[t, i] the softmax over all of a router's logits, and c[i] the number of tokens
-routed to expert i. (If a router's scores are sigmoids, p are these divided by their sum; DeepSeek-V3,
+routed to expert i. (For sigmoid routers p is the sigmoid scores divided by their sum; DeepSeek-V3,
 arXiv:2412.19437, equations 17 to 20.)
 
 * ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T``
   (Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all
-  experts have the same load. ``f`` carries no gradient, so the contribution of a token is ``E / T * sum_i
-  f[i] * p[t, i]``. These contributions add up over any split of the batch as long as ``f`` is that of the
-  whole batch. ``f`` must be known before the first backward pass, so a pass without gradients counts it.
-* ``seq_aux_loss``: the same for each sequence alone, averaged over the sequences (DeepSeek-V2,
-  arXiv:2405.04434, section 2.2.3). A sequence is in one micro-batch, so nothing has to be counted before;
-  ranks that share sequences sum their counts.
+  experts have the same load. ``f`` carries no gradient, so a token contributes ``E / T * sum_i f[i] * p[t,
+  i]``. The contributions add up over any split of the batch if ``f`` is computed over the whole batch. A pass
+  without gradients therefore counts ``f`` before the first backward pass.
+* ``seq_aux_loss``: the same loss for each sequence alone, averaged over the sequences (DeepSeek-V2,
+  arXiv:2405.04434, section 2.2.3). A sequence is in one micro-batch, so no counting pass is needed; ranks
+  that split sequences sum their counts.
 * z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE,
   arXiv:2202.08906, equation 5).
 
-Each layer's loss is multiplied by its coefficient and added to the model's loss. Real tokens are those inside
-``input_lengths`` of rows whose ``sample_mask`` is not 0: neither padding nor dropped samples count in any of
-these numbers.
+Each layer's loss is multiplied by its coefficient and added to the model's loss. Real tokens are those within
+``input_lengths`` in rows whose ``sample_mask`` is not 0: padding and dropped samples count nowhere.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ BalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
 
 @dataclass(frozen=True, slots=True)
 class BalanceSettings:
-    """Load-balancing settings of routers.
+    """Load-balancing settings of a model's routers.
 
     Attributes:
-        kind: load-balancing loss.
-        coefficient: weight of the load-balancing loss in the loss, for each layer.
-        z_coefficient: weight of the z-loss.
-        score: function that turns the router's logits into scores.
-        experts, chosen: number of experts of a layer, and of experts per token.
+        kind: the load-balancing loss.
+        coefficient: factor of each layer's load-balancing loss in the model's loss.
+        z_coefficient: factor of each layer's z-loss.
+        score: function that maps router logits to scores.
+        experts, chosen: number of experts per layer, and of experts per token.
         sparse_layers: for each layer of the model, True if it has experts.
     """
 
@@ -57,18 +55,19 @@ class BalanceSettings:
 
     @property
     def counts_ahead(self) -> bool:
-        """True if a pass that only counts has to run before the first backward pass."""
+        """True if a pass without gradients must count expert loads before the first backward pass."""
         return self.kind == "aux_loss" and self.coefficient > 0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokenCounts:
-    """Sizes of the batch over which routers are balanced.
+    """Sizes of the batch over which expert load is balanced.
 
     Attributes:
         tokens, sequences: numbers of real tokens and sequences in the global batch, over all data-parallel
             ranks.
-        rows: largest number of rows of a micro-batch on this rank; routers number sequences below it.
+        rows: largest number of rows of any micro-batch on this rank; row indices that routers receive are
+            smaller.
     """
 
     tokens: float
@@ -77,20 +76,21 @@ class ExpertTokenCounts:
 
 
 class RoutingRecord:
-    """Counts of one global batch. Routers add to them and get their losses from this record; between global
-    batches it is closed.
+    """Expert counts of one global batch. Routers report their choices to it and get their losses back.
+
+    It is open during a global batch and closed between batches.
 
     Args:
         settings: selects the losses.
-        shared: ranks that hold parts of the same sequences: tensor and context parallel.
-        device: where the counts are stored.
+        shared: group of ranks that split the same sequences (tensor and context parallel).
+        device: device of the counts.
     """
 
     def __init__(self, settings: BalanceSettings, shared: dist.ProcessGroup, device: torch.device) -> None:
         self.settings = settings
         self._shared = shared if dist.get_world_size(shared) > 1 else None
         layers, experts = len(settings.sparse_layers), settings.experts
-        # float64 holds any count exactly, and sums probabilities without visible rounding.
+        # float64 represents every count exactly, and sums probabilities with negligible rounding.
         new: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._load, self._mass = torch.zeros(layers, experts, **new), torch.zeros(layers, experts, **new)
         self._added, self._z = torch.zeros(layers, **new), torch.zeros(layers, **new)
@@ -100,12 +100,12 @@ class RoutingRecord:
 
     @property
     def is_open(self) -> bool:
-        """True while routers have to report. Under activation checkpointing only the recomputation counts,
-        because only it has gradients."""
+        """True while routers must report. Under activation checkpointing the first forward pass has no
+        gradients and does not count; the recomputation does."""
         return self._token_counts is not None and (self._counting or torch.is_grad_enabled())
 
     def open(self, token_counts: ExpertTokenCounts) -> None:
-        """Begin a global batch."""
+        """Begin a global batch and reset the counts."""
         self._token_counts = token_counts
         self._shares = None
         self._clear()
@@ -115,12 +115,11 @@ class RoutingRecord:
         self._token_counts = None
 
     def count_ahead(self, counting: bool) -> None:
-        """Begin (True) or end (False) the counting pass. At its end the counts of all ranks are summed: a
-        collective over the world."""
+        """Begin (True) or end (False) the counting pass. Its end sums the counts over all ranks: collective
+        over the world."""
         self._counting = counting
         if not counting:
-            # Sum over the world, because a rank has counts of its own layers and tokens, and zeros for the
-            # rest.
+            # Sum over the world: a rank counts its own layers and tokens, and has zeros for the rest.
             dist.all_reduce(self._load)
             self._shares = self._load / self._load.sum(1, keepdim=True).clamp(min=1)
         self._clear()
@@ -128,20 +127,20 @@ class RoutingRecord:
     def report(
         self, layer: int, logits: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor
     ) -> torch.Tensor | None:
-        """Count one router's choices for a micro-batch, and return its losses.
+        """Count one router's choices for a micro-batch and return its losses.
 
         Args:
-            layer: counted from 0 over the whole model.
-            logits: [t, E] of this rank's tokens.
-            went_to: [t, E] bool, the experts of each token.
-            sequences: [t] int64, each token's row of the micro-batch; -1 for tokens that do not count.
+            layer: index of the layer in the whole model, from 0.
+            logits: [t, E] for this rank's tokens.
+            went_to: [t, E] bool, the experts that each token is routed to.
+            sequences: [t] int64, each token's row in the micro-batch; -1 for tokens that do not count.
 
         Returns:
-            The loss to add, differentiable, already times its coefficient; None if there is nothing to add.
+            The differentiable sum of the losses times their coefficients; None if there is none.
         """
         assert self._token_counts is not None
         real = sequences >= 0
-        # Padding passes through experts too, but must not count as their load.
+        # Padding passes through experts too, but must not count as load.
         went_to = went_to & real[:, None]
         self._load[layer] += went_to.sum(0)
         if self._counting:
@@ -162,8 +161,7 @@ class RoutingRecord:
         if self.settings.score == "softmax":
             return wide.softmax(-1)
         scores = wide.sigmoid()
-        # Divide as the router does, with a small constant, because sigmoids of very small logits may all be
-        # 0.
+        # Add the router's own small constant, because the sigmoids of very small logits may all be 0.
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _balancing(
@@ -175,8 +173,8 @@ class RoutingRecord:
             return None
         if settings.kind == "aux_loss":
             assert self._shares is not None, "count_ahead() has to come before"
-            # These are constants of the whole batch, so that the loss is linear in tokens and adds up over
-            # any division of them.
+            # Shares are constants of the whole batch, so the loss is linear in the tokens and adds up over
+            # any split of them.
             shares = self._shares[layer].to(probabilities.dtype)
             return (probabilities.sum(0) * shares).sum() * (settings.experts / max(token_counts.tokens, 1))
         loss = self._sequence_loss(probabilities, went_to, sequences, token_counts)
@@ -190,19 +188,19 @@ class RoutingRecord:
         sequences: torch.Tensor,
         token_counts: ExpertTokenCounts,
     ) -> torch.Tensor:
-        """Return the contribution of this rank's tokens to the mean loss over sequences; token counts are
-        those of whole sequences."""
+        """Return this rank's contribution to the mean balancing loss over sequences. Expert counts are summed
+        over the ranks that split a sequence."""
         experts, rows = self.settings.experts, token_counts.rows
         load = went_to.new_zeros(rows + 1, experts, dtype=probabilities.dtype)
-        # Collect padding and dropped samples in an additional row.
+        # An additional last row collects padding and dropped samples.
         load.index_add_(0, sequences.where(sequences >= 0, rows), went_to.to(load.dtype))
         if self._shared is not None:
-            # Counts have no gradient, so that a collective outside of autograd is correct.
+            # Counts have no gradient, so a collective outside autograd is correct.
             dist.all_reduce(load, group=self._shared)
         assignments = load[:rows].sum(1, keepdim=True).clamp(min=1)
         tokens = assignments / self.settings.chosen
-        # These weights are f / T of each sequence, where assignments = T k; the sum over tokens below adds
-        # the rest of P.
+        # Each weight is f / T of its sequence, where assignments = T k; the sum over tokens below completes
+        # P.
         weights = load[:rows] / (assignments * tokens)
         return (probabilities * weights[sequences.clamp(min=0)]).sum() * (
             experts / max(token_counts.sequences, 1)
@@ -222,23 +220,22 @@ class RoutingRecord:
             counts.zero_()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last global batch, the same on all ranks. A collective over the world.
+        """Return the metrics of the latest global batch, equal on all ranks. Collective over the world.
 
         Returns:
-            ``moe_aux_loss``, the mean over the layers of the load-balancing loss without its coefficient
-            (``aux_loss`` if none is trained); ``moe_expert_load_max`` and ``_min``, the largest and the
-            smallest load of an expert in any layer, relative to the mean load, which is 1; ``moe_z_loss`` if
+            ``moe_aux_loss``: mean over layers of the load-balancing loss without its coefficient
+            (``aux_loss`` if none is trained). ``moe_expert_load_max`` and ``moe_expert_load_min``: largest
+            and smallest load of an expert in any layer, relative to the layer's mean. ``moe_z_loss``: only if
             the z-loss is trained.
         """
-        # Reduce all figures in one collective, in float64 like the counts.
+        # One collective reduces all counts, in float64.
         figures = torch.cat([self._load, self._mass, self._added[:, None], self._z[:, None]], dim=1)
         dist.all_reduce(figures)
-        # Each rank counts its own layers and has zeros elsewhere, so that the sum over the world covers the
-        # whole model.
+        # A rank has zeros for other ranks' layers, so the sum over the world covers the whole model.
         figures = figures[torch.tensor(self.settings.sparse_layers, device=figures.device)]
         experts = self.settings.experts
         load, mass, added, z = figures.split([experts, experts, 1, 1], dim=1)
-        # Clamp the mean, because after a batch without real tokens all loads are 0.
+        # Clamp the mean: after a batch without real tokens all loads are 0.
         relative = load / load.mean(1, keepdim=True).clamp(min=1 / experts)
         share, probability = relative / experts, mass / mass.sum(1, keepdim=True).clamp(min=1e-300)
         balance = added if self.settings.kind == "seq_aux_loss" else experts * (share * probability).sum(1)

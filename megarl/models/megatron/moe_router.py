@@ -1,11 +1,11 @@
-"""Megatron's router with load-balancing losses that do not depend on the layout (``moe_record``), and with
-routing methods that Megatron-Core lacks.
+"""Megatron's router with load-balancing losses that do not depend on the parallel layout (``moe_record``),
+and with routing methods that Megatron-Core lacks.
 
-Megatron's own losses are averages over micro-batches of losses that are not linear in the tokens. If the
-losses are sums, they would also be multiplied by a number of tokens that is never divided out; releases 0.16
-and 0.19 even differ in that number. Its router cannot choose experts without dividing sigmoids by their sum.
-It also ranks groups only by the sum of as many scores as experts are chosen per group on average (DeepSeek-V2
-ranks by the best score, arXiv:2405.04434, section 2.2.2).
+Megatron averages its balancing losses over micro-batches, although they are not linear in the tokens. With
+summed losses it would also multiply them by a token count that is never divided out; releases 0.16 and 0.19
+even differ in that count. Its router always divides sigmoid scores by their sum. It ranks expert groups only
+by the sum of their best scores, as many as a token uses experts per group on average; DeepSeek-V2 ranks
+groups by the best score (arXiv:2405.04434, section 2.2.2).
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ def choose(
     normalized: bool,
     correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts, and return their weights and a mask of them.
+    """Choose each token's experts and return their weights and a mask.
 
     Args:
         logits: [t, E].
         chosen: number of experts per token.
         routing: the routing method.
         normalized: divide the scores of the chosen experts by their sum.
-        correction_bias: [E] float32; None for none.
+        correction_bias: [E] float32, added to the scores for the choice only; None for none.
 
     Returns:
-        Weights [t, E] in the logits' dtype, 0 for experts that are not chosen, differentiable; and the mask
-        [t, E] bool.
+        Weights [t, E] in the logits' dtype, differentiable and 0 for experts that are not chosen; and the
+        mask [t, E] bool of the chosen experts.
     """
     # Compute at least in float32: with near ties, 16-bit scores would choose other experts than transformers
     # does.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.softmax(-1) if routing.score == "softmax" else wide.sigmoid()
-    # The bias only affects the choice; the weights are the unbiased scores (DeepSeek-V3, section 2.1.2).
+    # The bias affects only the choice; the weights are the unbiased scores (DeepSeek-V3, section 2.1.2).
     ranks = scores.detach() if correction_bias is None else scores.detach() + correction_bias
     if routing.is_grouped:
         ranks = _of_best_groups(ranks, routing)
     experts = ranks.topk(chosen, dim=-1).indices
     weights = scores.gather(1, experts)
     if normalized:
-        # Add the same constant as transformers' router, because sigmoids of very small logits may all be 0.
+        # Add the constant of transformers' router, because the sigmoids of very small logits may all be 0.
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = (weights * routing.scaling_factor).to(logits.dtype)
     went_to = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
@@ -66,7 +66,7 @@ def choose(
 
 
 def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return ``ranks`` [t, E] with minus infinity for experts outside a token's best groups."""
+    """Return ``ranks`` [t, E] with minus infinity for experts outside each token's best groups."""
     by_group = ranks.unflatten(1, (routing.groups, -1))
     best = (
         by_group.topk(routing.best_of_group, dim=-1)
@@ -75,29 +75,29 @@ def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
         .indices
     )
     kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranks.device).scatter(1, best, True)
-    # Use minus infinity, not 0: with a negative bias 0 could win over experts of the best groups.
+    # Minus infinity, not 0: with a negative bias, 0 could beat experts of the best groups.
     return by_group.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
 
 class Choice(Protocol):
-    """A function that chooses experts; see ``choose``."""
+    """Signature of a function that chooses experts; see ``choose``."""
 
     def __call__(
         self, logits: torch.Tensor, *, correction_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights [t, E], and the chosen experts, [t, E] bool."""
+        """Return the weights [t, E] and the chosen experts, [t, E] bool."""
         ...
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's top-k router, which reports to a ``RoutingRecord``.
+    """Megatron's top-k router, which reports its choices to a ``RoutingRecord``.
 
     Attributes:
-        choose: chooses experts, given logits [t, E] and the correction bias; None if Megatron's own routing
-            is the model's.
-        record: shared by the routers of a model; None if nothing is recorded.
-        sequences: [s, b] int64 of the current micro-batch, as ``RoutingRecord.report`` needs them; None in a
-            pass without record.
+        choose: chooses experts from logits [t, E] and the correction bias; None if Megatron's own routing
+            matches the model's.
+        record: shared by all routers of a model; None to record nothing.
+        sequences: [s, b] int64 for the current micro-batch, see ``RoutingRecord.report``; None in passes that
+            record nothing.
     """
 
     choose: Choice | None = None
@@ -107,7 +107,7 @@ class BalancedRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights [t, E] of each token's experts, 0 for the others, and the chosen experts, [t, E]
+        """Return the weights [t, E] of each token's experts, 0 for the others, and the chosen experts, [t, E]
         bool."""
         if self.choose is None:
             probabilities, went_to = super().routing(logits, padding_mask)
@@ -120,8 +120,8 @@ class BalancedRouter(TopKRouter):
         by_token = logits.reshape(-1, logits.shape[-1])
         loss = self.record.report(self.layer_number - 1, by_token, went_to, self.sequences.reshape(-1))
         if loss is not None:
-            # Add the loss's gradient where the probabilities receive theirs, scaled by the factor by which
-            # float16 scales the main loss.
+            # Attach the loss to the probabilities: its gradient is added in their backward pass, scaled by
+            # float16's loss scale.
             probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
         return probabilities, went_to
 
@@ -153,18 +153,17 @@ def _expert_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[MoELayer]:
 
 
 def release(chunks: Sequence[torch.nn.Module]) -> None:
-    """Release the tensors that expert layers keep of the last micro-batch.
+    """Release the tensors that expert layers keep from the last micro-batch.
 
-    Megatron's dispatchers keep tensors with their autograd graph, which references the model through its
-    gradient hooks. Python's garbage collector cannot see this reference cycle, so neither the model nor its
-    process groups would ever be freed.
+    Megatron's token dispatchers keep tensors with their autograd graph, whose gradient hooks reference the
+    model. Python's garbage collector cannot see this reference cycle, so the model and its process groups
+    would never be freed.
     """
     for layer in _expert_layers(chunks):
         layer.router.sequences = None
         dispatcher = layer.token_dispatcher
         for name, value in list(vars(dispatcher).items()):
-            # Clear only tensors with a graph: other attributes are the dispatcher's configuration and
-            # buffers.
+            # Clear only tensors with a graph; other attributes are the dispatcher's settings and buffers.
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 setattr(dispatcher, name, None)
 
@@ -172,23 +171,23 @@ def release(chunks: Sequence[torch.nn.Module]) -> None:
 def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
     """Make the routers of ``chunks`` report to ``record``.
 
-    The sequence numbers pass through Megatron's layers as their ``padding_mask``. It is the only argument per
-    token that reaches the layers with experts, also when activations are recomputed. Those layers would
-    reduce the numbers to booleans, so a hook takes them out first.
+    The sequence numbers pass through Megatron's layers as ``padding_mask``, the only per-token argument that
+    reaches expert layers, during recomputation too. Megatron's code would convert them to booleans, so a hook
+    removes them first.
     """
     for layer in _expert_layers(chunks):
         layer.router.record = record
         layer.register_forward_pre_hook(_take_sequences, with_kwargs=True)
         if layer.moe_layer_recompute:
-            # Replace Megatron's own recomputation, which would run the router with the sequences that came
-            # last.
+            # Replace Megatron's recomputation, which would run the router with the sequences of the latest
+            # micro-batch.
             layer.moe_layer_recompute = False
             layer.forward = functools.partial(_recomputed, layer, layer.forward)
 
 
 def _recomputed(layer: MoELayer, forward: Callable[..., Any], hidden: torch.Tensor, **options: Any) -> Any:
-    """Run ``forward`` so that it is recomputed in the backward pass, as Megatron's own layer would, but with
-    the sequences of its forward pass: the router may have seen other micro-batches since."""
+    """Run ``forward`` with recomputation in the backward pass, as Megatron's layer would, but with the
+    sequences of its own forward pass: the router may have seen other micro-batches since."""
 
     def run(hidden: torch.Tensor, sequences: torch.Tensor | None) -> Any:
         layer.router.sequences = sequences
@@ -204,5 +203,5 @@ def _take_sequences(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sequences = kwargs.get("padding_mask")
     layer.router.sequences = None if sequences is None else sequences.transpose(0, 1)
-    # Pass None to Megatron, which would take the numbers for a boolean mask; the router already has them.
+    # Pass None on, because Megatron would use the numbers as a boolean mask.
     return args, {**kwargs, "padding_mask": None}

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and its learning-rate and weight-decay schedule."""
+"""Megatron's optimizer, and its schedule of learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -33,43 +33,44 @@ from megarl.patched import patched
 
 NEVER = 2**40
 _EMBEDDING = "embedding.word_embeddings.weight"
-# Megatron-Core adds this constant to the norm by which it divides.
+# Megatron-Core adds this constant to the norm before it divides by it.
 _CLIPPED = 1e-6
 _SHOWN = 8
 
 
 @contextlib.contextmanager
 def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
-    """Make Megatron-Core build and checkpoint our Adam if it finds neither Transformer Engine nor Apex,
-    within the context. Our Adam counts its steps as theirs do.
+    """Within the context, make Megatron-Core build and checkpoint megarl's Adam if it finds neither
+    Transformer Engine nor Apex. megarl's Adam counts steps per group, as theirs do.
 
-    The context is needed to build an optimizer and to save or load its state; the originals are restored at
-    its end.
+    The context is needed to build an optimizer and to save or load its state.
 
     Args:
-        stored: always build the Adam that stores its states in formats of its own.
+        stored: always build the Adam with configurable state formats (``ShardedAdamW``).
     """
     if distrib_optimizer.HAVE_APEX_OR_TE and not stored:
         yield
         return
     with patched(
-        # Otherwise it would build the fused Adam that it found at import, with arguments that ours does not
-        # accept.
+        # Otherwise Megatron-Core would build the fused Adam that it found at import, whose arguments ours
+        # does not accept.
         *([(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True)] if stored else []),
         (torch.optim, "AdamW", ShardedAdamW if stored else GroupStepAdamW),
         (torch.optim, "Adam", GroupStepAdam),
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
-        # Treat our Adam as Transformer Engine's, whose step is saved per group; for torch's, Megatron-Core
-        # would look for a step in each state.
+        # Treat our Adam as Transformer Engine's, whose step is saved per group. For torch's Adam,
+        # Megatron-Core looks for a step in each parameter's state.
         (distrib_optimizer, "USING_TE_OPTIMIZER", True),
     ):
         yield
 
 
 def _require_one_kind(policy: PolicyConfig) -> None:
-    """Raise an error if ranks would step with optimizers of different packages. Either all ranks or none use
-    Transformer Engine's layers, whatever each can import, but each rank's Megatron-Core uses the optimizer
-    that its import found. A collective over the world, if it is initialised.
+    """Require all ranks to use optimizers of the same package. Collective over the world, if it is
+    initialised.
+
+    All ranks agree on Transformer Engine's layers, but each rank's Megatron-Core uses whichever optimizer it
+    found at import.
 
     Raises:
         ConfigError: on all ranks; the message lists the ranks and hosts that have each package.
@@ -98,7 +99,7 @@ def _require_one_kind(policy: PolicyConfig) -> None:
 
 
 def _kind_found() -> str:
-    """Return the name of the package whose fused optimizers Megatron-Core found at import."""
+    """Return the package whose fused optimizers Megatron-Core found at import."""
     if distrib_optimizer.USING_TE_OPTIMIZER:
         return "Transformer Engine's"
     return "Apex's" if distrib_optimizer.USING_APEX_OPTIMIZER else "none"
@@ -107,13 +108,15 @@ def _kind_found() -> str:
 def build_optimizer(
     policy: PolicyConfig, chunks: Sequence[DistributedDataParallel], seed: int = 0
 ) -> MegatronOptimizer:
-    """Build Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one
-    dimension) get no weight decay, as in Megatron. A collective over the world, if it is initialised.
+    """Build Megatron's optimizer for the model chunks of this stage. Collective over the world, if it is
+    initialised.
+
+    Biases and norms (one-dimensional parameters) get no weight decay, as in Megatron.
 
     Args:
-        policy: the policy configuration, filled in.
+        policy: the policy configuration with defaults filled in.
         chunks: the model chunks.
-        seed: seed of the rounding of states below float32.
+        seed: seed of stochastic rounding for state formats below float32.
 
     Raises:
         ConfigError: ranks have fused optimizers of different packages.
@@ -122,14 +125,13 @@ def build_optimizer(
     config = optimizer_config(policy)
     states = _state_settings(policy["megatron_cfg"]["optimizer"], seed)
     if not states.are_plain:
-        # Select Megatron-Core's path for optimizers that store copies of weights themselves and read
-        # gradients where data parallelism leaves them. Its public option requires Transformer Engine's
-        # optimizer.
+        # Select Megatron-Core's path for optimizers that keep master weights themselves and read gradients
+        # where data parallelism leaves them. Its public option requires Transformer Engine's optimizer.
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    # Gloo groups serve only Megatron-Core's own gathering of optimizer state, which state_stream replaces.
+    # Gloo groups are needed only for Megatron-Core's gathering of optimizer state, which state_stream
+    # replaces.
     options: dict[str, Any] = {"use_gloo_process_groups": False}
-    # Request Megatron-Core's default overrides by name where they exist, because their implicit use is marked
-    # as temporary.
+    # Pass Megatron-Core's default overrides explicitly, because their implicit use is marked as temporary.
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
     if overrides is not None:
         options["config_overrides"] = overrides(config)
@@ -142,22 +144,23 @@ def build_optimizer(
             _number_parameters(inner)
         if not states.are_plain:
             _store_states(inner, states, _names_of(chunks))
-            # Do not copy early with float16, whose gradients are divided by the loss scale in place after the
+            # Not with float16, whose gradients are divided by the loss scale in place after the backward
             # pass.
             if states.host_share and chunks[0].ddp_config.overlap_grad_reduce and not config.fp16:
                 copy_as_reduced(chunks, inner)
     if config.fp16:
-        # The schedules multiply the loss by this function's scale, and the optimizer divides gradients by it.
+        # The schedules scale the loss by this function, and the optimizer divides gradients by the same
+        # scale.
         chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 
 def _number_parameters(optimizer: DistributedOptimizer) -> None:
-    """Make Megatron-Core find the state of each parameter by its index in its group, for checkpoints.
+    """Correct the indices by which Megatron-Core finds each parameter's state for checkpoints.
 
-    Within a group the optimizer steps on float32 parameters first, but Megatron-Core numbers parameters by
-    the order of the buffers. A gated delta net has some float32 parameters next to bfloat16 ones, and the
-    moments of other parameters would be saved for them.
+    Within a group the optimizer steps on float32 parameters first, but Megatron-Core numbers parameters in
+    buffer order. A gated delta net mixes float32 and bfloat16 parameters, for which a checkpoint would
+    contain the moments of other parameters.
     """
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
     for index, (whole, half) in enumerate(groups):
@@ -171,15 +174,18 @@ def _state_settings(chosen: MegatronOptimizerConfig, seed: int) -> StateSettings
 
 
 def with_parameters(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """Yield the optimizers that have parameters on this rank."""
+    """Yield the inner optimizers that have parameters on this rank."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False):
             yield inner
 
 
 def _names_of(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parameter, str]:
-    """Return the names of parameters, with one name for all copies of a parameter, so that the copies are
-    rounded alike: the output layer of a last stage may be a copy of the first stage's embedding."""
+    """Return a name for each parameter, equal for all copies of a parameter so that they are rounded
+    alike.
+
+    A tied output layer on the last stage is such a copy: it gets the name of the first stage's embedding.
+    """
     tied = chunks[0].module.share_embeddings_and_output_weights
     names = {}
     for index, chunk in enumerate(chunks):
@@ -190,8 +196,8 @@ def _names_of(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parame
 
 
 def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Set on a distributed optimizer's Adam what Megatron-Core does not pass on: the state formats, and the
-    names and positions of the shards."""
+    """Configure a distributed optimizer's ``ShardedAdamW``: state formats, and the name and position of each
+    shard."""
     adam = inner.optimizer
     places = {}
     for parameter, (group, order) in inner.model_param_group_index_map.items():
@@ -203,8 +209,7 @@ def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.P
     adam.host_zeros = HostMemory(pin=runtime().is_cuda).zeros_like
     adam.place_states()
     inner.init_state_fn = _initialize_states
-    # reload_model_params() ends in this method. Here Adam holds the master weights, so that it must copy
-    # them.
+    # reload_model_params() calls this method. Adam holds the master weights here, so Adam must copy them.
     inner._copy_model_params_to_main_params = lambda state_dict=None: adam.copy_weights()
 
 
@@ -215,18 +220,18 @@ def _initialize_states(optimizer: ShardedAdamW, config: Any = None) -> None:
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Create zero momentum, with which the first step is bitwise equal to that of a fresh SGD. Megatron
-    cannot load SGD's state without it."""
+    """Create zero momentum, without which Megatron cannot load SGD's state. The first step is bitwise equal
+    to that of a new SGD."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; from a checkpoint it
-    loads only the step."""
+    """Build the schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls. A checkpoint restores
+    only its step."""
     chosen, scheduler = policy["megatron_cfg"]["optimizer"], policy["megatron_cfg"]["scheduler"]
-    # Use NEVER, not None, because Megatron-Core asserts that the number is above 0.
+    # NEVER instead of None, because Megatron-Core asserts a number above 0.
     warmup, decay = scheduler["lr_warmup_iters"], scheduler["lr_decay_iters"] or NEVER
     return OptimizerParamScheduler(
         optimizer,
@@ -241,8 +246,8 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
         wd_incr_steps=decay if scheduler["weight_decay_incr_style"] != "constant" else 1,
         wd_incr_style=scheduler["weight_decay_incr_style"],
         use_checkpoint_opt_param_scheduler=False,
-        # The configuration overrides the checkpoint; megarl itself refuses a changed schedule unless it is
-        # accepted.
+        # The configuration overrides the checkpoint; megarl itself rejects a changed schedule unless the user
+        # accepts it.
         override_opt_param_scheduler=True,
     )
 
@@ -250,23 +255,25 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], *options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Return the joint L2 norm of some tensors, [1] float32. It is bitwise equal to that of
-    ``local_multi_tensor_l2_norm``, which reads the norm of one tensor after another from the device."""
+    """Return the joint L2 norm of some tensors, [1] float32.
+
+    Bitwise equal to ``local_multi_tensor_l2_norm``, which synchronizes with the device for each tensor.
+    """
     if not _are_float32(tensors[0]):  # Megatron-Core would round each norm to its tensor's dtype
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors[0]]
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
-    # Take the norm of norms, as Megatron-Core does: a sum of squares over all elements would round in another
-    # order.
+    # Take the norm of the norms, as Megatron-Core does: one sum of squares over all elements would round
+    # differently.
     return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(tensors[0])))).reshape(1), None
 
 
 def _scale_all(
     chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], scale: float
 ) -> None:
-    """Multiply tensors by a number, in place if source and target are the same tensors. The result is bitwise
-    equal to that of ``local_multi_tensor_scale``, which makes copies."""
+    """Multiply tensors by a number. Bitwise equal to ``local_multi_tensor_scale``, but without copies if
+    source and target are the same tensors."""
     source, target = tensors
-    # In place and in float32 the result is bitwise equal; all else is left to Megatron-Core, which copies.
+    # Only in place and in float32 is the result bitwise equal; leave other cases to Megatron-Core.
     if _are_float32(source) and all(one is other for one, other in zip(source, target, strict=True)):
         torch._foreach_mul_(target, scale)
     else:
@@ -277,8 +284,8 @@ def _are_float32(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.dtype is torch.float32 for tensor in tensors)
 
 
-# Clipping applies these functions to all gradients if Megatron-Core finds neither Transformer Engine nor
-# Apex: its own, and ours.
+# Megatron-Core's norm and scale functions for clipping without Transformer Engine or Apex, each with our
+# replacement.
 _OVER_ALL = {
     "l2_norm_impl": (local_multi_tensor_l2_norm, _norm_of_all),
     "multi_tensor_scale_impl": (local_multi_tensor_scale, _scale_all),
@@ -289,29 +296,30 @@ def _over_all() -> list[tuple[Any, str, Any]]:
     return [
         (clip_grads, name, ours)
         for name, (own, ours) in _OVER_ALL.items()
-        # With Transformer Engine or Apex these are fused kernels, which are kept.
+        # With Transformer Engine or Apex these are fused kernels, which we keep.
         if getattr(clip_grads, name) is own
     ]
 
 
 def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float], bool]) -> StepOutcome:
-    """Run ``optimizer.step()``, but apply the update only if ``accepts`` returns True for the gradient norm.
+    """Run ``optimizer.step()``, but apply the update only if ``accepts`` returns True for the gradient
+    norm.
 
-    Megatron computes the norm within ``step()`` and steps whatever it is; so this function wraps
-    ``get_grad_norm`` and ``step_with_ready_grads`` of the optimizer during the call.
+    Megatron computes the norm within ``step()`` and then always updates, so this function patches the
+    optimizer's ``get_grad_norm`` and ``step_with_ready_grads`` during the call.
     """
     norms: list[float] = []
-    # Check this before the step, which lowers the scale.
+    # Check before the step, which lowers the loss scale.
     overflow_is_mended = _scale_can_fall(optimizer)
     norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
 
     def get_grad_norm() -> float:
-        # float() waits for the device, but the host needs the norm anyway to decide about the step.
+        # float() synchronizes with the device; the host needs the norm anyway to decide about the step.
         norms.append(float(norm_of()))
         return norms[-1]
 
     def step_with_ready_grads() -> bool:
-        # False makes step() report that it did not step, as after an overflow.
+        # False makes step() report that it did not update, as after an overflow.
         return accepts(norms[-1]) and bool(update())
 
     asked = (
@@ -322,8 +330,8 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
 
     def clip(parameters: Any, max_norm: float, total_norm: float, *options: Any, **named: Any) -> None:
         for adam in adams:
-            # Let Adam multiply by the clip factor as it reads the gradients: scaling 16-bit gradients in
-            # place would round them once more.
+            # Adam applies the clip factor when it reads the gradients: scaling 16-bit gradients in place
+            # would round them once more.
             adam.gradient_factor = min(1.0, max_norm / (total_norm + _CLIPPED))
 
     with patched(
@@ -331,17 +339,16 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     ):
         stepped, _, _ = optimizer.step()
     for adam in adams:
-        # Do this after a refused step too, because gradients that were copied early belong to this batch
-        # only.
+        # After a rejected step too, because early gradient copies belong to this batch only.
         adam.forget_early()
-    # Without any norm, float16's scaler has found an infinity.
+    # If no norm was computed, float16's loss scaler found an infinity.
     return StepOutcome(
         norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended
     )
 
 
 def finish_in_host_memory(optimizer: MegatronOptimizer) -> None:
-    """Wait for the part of the last step that the CPU takes; see ``HostAdam``."""
+    """Wait for the part of the last step that runs on the CPU; see ``HostAdam``."""
     for adam in _sharded_adams(optimizer):
         adam.finish()
 
@@ -352,7 +359,7 @@ def _sharded_adams(optimizer: MegatronOptimizer) -> list[ShardedAdamW]:
 
 
 def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
-    """Return whether an overflow lowers float16's loss scale, so that the next batch may not overflow."""
+    """Return whether an overflow lowers float16's loss scale, so that the next batch may succeed."""
     scaler = getattr(next(iter(getattr(optimizer, "chained_optimizers", [optimizer]))), "grad_scaler", None)
     least = getattr(scaler, "min_scale", None)
     return scaler is not None and least is not None and float(scaler.scale) > float(least)
@@ -363,7 +370,6 @@ def schedule_values(optimizer: MegatronOptimizer) -> dict[str, float]:
     groups = optimizer.param_groups
     return {
         "lr": float(groups[0]["lr"]) if groups else 0.0,
-        # Norms and biases are in groups with weight decay 0; the largest value is the one that the schedule
-        # sets.
+        # Norms and biases have weight decay 0; the largest value is the one that the schedule sets.
         "wd": max((float(group["weight_decay"]) for group in groups), default=0.0),
     }

@@ -1,4 +1,4 @@
-"""The only module that imports Megatron-Core's global ``parallel_state``. All other modules receive
+"""Process groups. The only module that uses Megatron-Core's global ``parallel_state``; all others receive
 ``ParallelGroups``."""
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from megarl.models.engine.groups import ParallelGroups
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Degrees of parallelism; the data-parallel size follows from the world size.
+    """Sizes of the parallel dimensions; the data-parallel size follows from the world size.
 
     Attributes:
-        tensor, pipeline, context: number of ranks that share a layer, the layers, a sequence.
-        virtual: model chunks of one pipeline stage.
-        expert, expert_tensor: number of ranks that share the experts, and one expert.
-        ring: context-parallel ranks send keys and values in a ring instead of gathering them.
+        tensor, pipeline, context: tensor-, pipeline- and context-parallel size.
+        virtual: model chunks per pipeline stage.
+        expert, expert_tensor: number of ranks over which the experts are divided, and over which one expert
+            is sharded.
+        ring: context-parallel ranks send keys and values in a ring instead of all-gathering them.
     """
 
     tensor: int = 1
@@ -35,17 +36,19 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """The process groups that share experts. Megatron maps expert groups onto the ranks of a pipeline stage
-    independently: ranks that are tensor, context or data parallel for the rest of the model may be expert or
-    expert-tensor parallel for its experts.
+    """Process groups for experts.
+
+    Megatron maps expert groups onto the ranks of a pipeline stage independently of the other groups: ranks
+    that are tensor, context or data parallel for the rest of the model may be expert or expert-tensor
+    parallel for its experts.
 
     Attributes:
-        model: ranks that the experts are divided over.
-        tensor: ranks that one expert is sharded over.
-        tensor_and_model: ranks that have shards of any experts; those of one expert are adjacent.
-        same_sequences: ranks that hold parts of the same sequences, tensor and context parallel.
-        replicas: data-parallel replicas that share experts, so that they have to run the model in lockstep;
-            each is represented by one rank, here by this process. None if this replica shares no experts.
+        model: ranks over which the experts are divided.
+        tensor: ranks over which one expert is sharded.
+        tensor_and_model: product of both; the ranks of one expert are adjacent.
+        same_sequences: ranks that split the same sequences (tensor and context parallel).
+        replicas: one rank from each of the data-parallel replicas that share experts and must run in
+            lockstep, including this process. None if this replica shares no experts.
     """
 
     model: dist.ProcessGroup
@@ -72,21 +75,22 @@ class ExpertGroups:
 
 
 def holders(*, of_experts: bool) -> dist.ProcessGroup:
-    """Return the group of data- and context-parallel ranks that hold the same parameters as this rank, of
-    experts or of the rest of the model."""
+    """Return the group of data- and context-parallel ranks that hold the same parameters as this rank, either
+    of experts or of the rest of the model."""
     if of_experts:
         return parallel_state.get_expert_data_parallel_group()
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def expert_groups(groups: ParallelGroups) -> ExpertGroups:
-    """Return the expert groups of the layout that ``initialize`` created. A collective over the world."""
+    """Return the expert groups of the layout that ``initialize`` created. Collective over the world."""
     model, tensor = (
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_expert_tensor_parallel_group(),
     )
     replica = groups.tensor_size * groups.context_size
-    # Within a pipeline stage, the ranks of a replica are consecutive, and so are those that exchange tokens.
+    # Within a pipeline stage the ranks of a replica are consecutive, and so are the ranks that exchange
+    # tokens.
     coupled = math.lcm(dist.get_world_size(model) * dist.get_world_size(tensor), replica) // replica
     replicas = None
     if coupled > 1:
@@ -103,11 +107,9 @@ def expert_groups(groups: ParallelGroups) -> ExpertGroups:
 def initialize(
     sizes: ParallelSizes, timeout: datetime.timedelta = datetime.timedelta(minutes=10)
 ) -> ParallelGroups:
-    """Create Megatron's process groups in the already initialised default group and return them.
-
-    Previous groups (another layout in the same process) are destroyed first.
-    """
-    # Tests and megarl parity build several layouts, one after another, in the same processes.
+    """Create Megatron's process groups within the initialised default group, and return them. Existing ones
+    are destroyed first."""
+    # Tests and megarl parity build several layouts in the same processes.
     if parallel_state.is_initialized():
         destroy()
     parallel_state.initialize_model_parallel(
@@ -117,19 +119,19 @@ def initialize(
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
-        # This is the order of NamedSharding and of the driver's batches, which are divided by data-parallel
-        # rank.
+        # NamedSharding and the driver's batch plan, which divides batches by data-parallel rank, rely on this
+        # order.
         order="tp-cp-ep-dp-pp",
-        # Megatron-Core takes whole minutes, and a shorter timeout must not become 0.
+        # Megatron-Core takes whole minutes; a shorter timeout must not become 0.
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-        # Only Megatron-Core's own gathering of optimizer state needs gloo groups, and state_stream replaces
-        # it.
+        # Gloo groups are needed only for Megatron-Core's gathering of optimizer state, which state_stream
+        # replaces.
         create_gloo_process_groups=False,
     )
     return ParallelGroups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
-        # Exclude context parallelism, whose ranks share rows, so that their losses would be counted twice.
+        # Exclude context parallelism: its ranks share rows, whose losses would be counted twice.
         data=parallel_state.get_data_parallel_group(with_context_parallel=False),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         ring=sizes.ring,
@@ -137,11 +139,11 @@ def initialize(
 
 
 def seed_model_parallel(seed: int) -> None:
-    """Seed Megatron's random-number tracker: ranks of a data-parallel group get the same stream,
-    tensor-parallel ranks get different ones."""
+    """Seed Megatron's random-number tracker: equal streams within a data-parallel group, different ones on
+    tensor-parallel ranks."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def destroy() -> None:
-    """Destroy Megatron's process groups (not torch's default group)."""
+    """Destroy Megatron's process groups, but not torch's default group."""
     parallel_state.destroy_model_parallel()

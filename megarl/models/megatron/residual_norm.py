@@ -1,13 +1,11 @@
-"""Residual addition and norm as one operation: it returns a layer's sum with its residual stream, and the RMS
-norm of the sum, which the next products read.
+"""Fuses each residual addition with the RMS norm that follows it, compiled by ``torch.compile`` on CUDA.
 
-Without Transformer Engine the sum and the norm are separate operations; so are, in the backward pass, the
-norm's gradient and the addition of the gradients of both readers of the sum. Here they are one operation
-forward and one backward, compiled by ``torch.compile`` on a CUDA device. Megatron-Core's layers stay
-unchanged. A layer's function for "bias, dropout and add" is replaced by one that also computes the norm of
-the sum and stores it in the next norm module. That module returns the stored norm if it is called with that
-very tensor. If anything comes between the two (recomputation, the end of a pipeline stage), the norm module
-computes its own.
+Without Transformer Engine, sum and norm are separate operations, and so are, in the backward pass, the norm's
+gradient and the addition of the gradients of the sum's two readers. Here each direction is one operation.
+Megatron-Core's layers stay unchanged: a layer's "bias, dropout and add" function is replaced by one that also
+computes the norm of the sum and stores it in the next norm module. That module returns the stored norm if it
+is called with the very same tensor. If anything comes between (recomputation, the end of a pipeline stage),
+it computes the norm itself.
 
 The sum is rounded to the layers' dtype; in a compiled operation the norm may be that of the unrounded sum.
 """
@@ -31,8 +29,8 @@ from megarl.models.megatron.specs import PortableRMSNorm
 def _sum_and_norm(
     tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum [T, H] of tokens and residual, its norm [T, H], and the float32 inverse root mean square
-    of the sum, [T, 1]."""
+    """Return the sum of tokens and residual [T, H], its norm [T, H], and the inverse root mean square of the
+    sum [T, 1] in float32."""
     total = residual + tokens
     wide = total.to(_wide(total))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -46,11 +44,11 @@ def _gradients(
     scale: torch.Tensor,
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of each summand, [T, H], and of the norm's weight, [H].
+    """Return the gradient of each summand [T, H] and of the norm's weight [H].
 
     Let x be the sum, r its inverse root mean square and n = x r. The norm's gradient with respect to x is r
-    (g - n mean(g n)), where g is weight times the gradient of the norm; the gradient of the weight is the sum
-    over all tokens of n times the gradient of the norm.
+    (g - n mean(g n)), where g is the weight times the norm's gradient; the gradient of the weight is the sum
+    over all tokens of n times the norm's gradient.
     """
     normed = total.to(scale.dtype) * scale
     gradient = of_norm.to(scale.dtype)
@@ -72,35 +70,36 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class SumAndNorm(torch.autograd.Function):
-    """``_sum_and_norm`` on [..., H], with its gradients."""
+    """``_sum_and_norm`` on tensors [..., H], with gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, norm, scale = _compiled()[0](_rows(tokens), _rows(residual), weight, epsilon)
-        # Save the sum and one number per token. The norm itself is computed again, which saves an activation.
+        # Save the sum and one value per token. The backward pass computes the norm again, which saves an
+        # activation.
         ctx.save_for_backward(total, scale, weight)
-        # Detach the views: Megatron-Core's layers replace a view by another tensor, for which the stored norm
-        # would not be found.
+        # Detach, because Megatron-Core's layers replace a view by a new tensor, and the stored norm is found
+        # by tensor identity.
         return total.view(tokens.shape).detach(), norm.view(tokens.shape).detach()
 
     @staticmethod
     def backward(ctx: Any, of_total: torch.Tensor, of_norm: torch.Tensor) -> tuple[Any, ...]:
         of_sum, of_weight = _compiled()[1](_rows(of_total), _rows(of_norm), *ctx.saved_tensors)
         of_sum = of_sum.view(of_total.shape)
-        # A sum passes the same gradient to both of its terms.
+        # A sum passes the same gradient to both summands.
         return of_sum, of_sum, of_weight, None
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return [..., H] as [T, H], contiguous and detached: for a view, the compiler would specialise on the
-    strides of its base tensor too."""
+    strides of its base tensor."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous().detach()
 
 
 class JoinedAdd:
-    """A replacement for Megatron-Core's ``get_bias_dropout_add`` in a layer.
+    """A replacement for Megatron-Core's ``get_bias_dropout_add`` that also computes the following norm.
 
     Args:
         norm: the norm that follows the addition.
@@ -123,33 +122,34 @@ class JoinedAdd:
         probability: float,
     ) -> torch.Tensor:
         tokens, bias = tokens_and_bias
-        # Leave other cases, which the compiled function does not compute, to Megatron-Core; the norm is then
-        # computed separately.
+        # The compiled function supports neither bias, dropout nor mixed dtypes; Megatron-Core computes these,
+        # and the norm separately.
         if bias is not None or (training and probability > 0.0) or residual.dtype != tokens.dtype:
             return otherwise(tokens_and_bias, residual, probability)
-        # Layers add with gradients enabled even if none are needed, and the norm's weight would then require
-        # one.
+        # Layers add with gradients enabled even if no input requires one; the norm's weight would then get an
+        # unnecessary gradient.
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and (tokens.requires_grad or residual.requires_grad)
         ):
-            # Read the weight in a call of the norm, which waits for it: the rank that holds it may still be
-            # sending it.
+            # Read the weight through a call of the norm, whose hook waits until the weight has been gathered.
             total, norm = self._norm(functools.partial(SumAndNorm.apply, tokens, residual))
         self._norm.leave(total, norm)
         return total
 
 
 def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
-    """Return whether norms are computed together with the sums before them: if functions are compiled,
-    without Transformer Engine (``fused``), unless norms are recomputed in the backward pass or are
-    zero-centred."""
+    """Return whether residual additions also compute the next norm.
+
+    This requires compiled functions and portable layers (not ``fused``), norms that are not recomputed in the
+    backward pass, and norms that are not zero-centred.
+    """
     if config.layernorm_zero_centered_gamma:
         return False
     return settings.compiles() and not fused and "layernorm" not in (config.recompute_modules or ())
 
 
 def join_norms(chunks: Sequence[LanguageModule]) -> None:
-    """Make each residual addition of the layers also compute the next norm of its chunk."""
+    """Make each residual addition also compute the next norm of its chunk."""
     for chunk in chunks:
         sums, norms = [], []
         for layer in chunk.decoder.layers:
@@ -161,7 +161,7 @@ def join_norms(chunks: Sequence[LanguageModule]) -> None:
                     sums.append((layer, name))
                     norms.append(norm)
         last = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
-        # The sum after a layer's attention precedes its MLP's norm, and the sum after its MLP the next
+        # The sum after a layer's attention precedes its MLP's norm; the sum after its MLP precedes the next
         # layer's norm.
         following = norms[1:] + ([] if last is None else [last])
         for (layer, name), norm in zip(sums, following, strict=False):

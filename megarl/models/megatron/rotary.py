@@ -1,15 +1,15 @@
-"""Rotary embedding of queries and keys by the positions of their tokens, the same for rows, packed sequences
-and rows that are decoded.
+"""Rotary embedding of queries and keys by token position, for rows, packed sequences and decoded rows
+alike.
 
-Megatron-Core computes cosines and sines in every layer, once for queries and once for keys, and rotates
-packed sequences one after another by lengths that it reads from the device: from 0.19 on this takes some
-twenty operations per sequence, and in any release the layer waits four times for the device. Here the
-positions are known: the cosines and sines of a micro-batch are computed once, and each tensor takes four
-operations, forward and backward, or one if there is a kernel.
+Megatron-Core computes cosines and sines in every layer, separately for queries and keys, and rotates packed
+sequences one after another, by lengths that it reads from the device. From 0.19 on this takes about twenty
+operations per sequence; in all releases a layer synchronizes with the device four times. Here positions are
+known: cosines and sines are computed once per micro-batch, and each tensor takes four operations, forward and
+backward, or a single kernel if Triton is available.
 
-A head x = (a, b) of two halves, which both have the angles t, becomes x cos t + (-b, a) sin t (Su et al.
-2021, arXiv:2104.09864, equation 34, with halves instead of pairs). The gradient g is rotated back: g cos t -
-(-g_b, g_a) sin t.
+A head x = (a, b) of two halves, both with the angles t, becomes x cos t + (-b, a) sin t (Su et al. 2021,
+arXiv:2104.09864, equation 34, with halves instead of pairs). The gradient g is rotated back: g cos t - (-g_b,
+g_a) sin t.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ except ImportError:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of the rotary angles of positions.
+    """Cosines and sines of rotary angles.
 
     Attributes:
-        cosines: [t, b or 1, 1, r] in the dtype of the rotated tensors, r at most the width of a head.
-        signed_sines: of the same shape; the sines of the first half are negated.
+        cosines: [t, b or 1, 1, r] in the dtype of the rotated tensors; r is at most the head width.
+        signed_sines: the same shape; the sines of the first half are negated.
     """
 
     cosines: torch.Tensor
     signed_sines: torch.Tensor
 
 
-# Cached, because all layers of a micro-batch use the same rotation; two, because two chunks of an interleaved
-# pipeline alternate.
+# All layers of a micro-batch use the same rotation. Cache two, because two chunks of an interleaved pipeline
+# alternate.
 @functools.lru_cache(maxsize=2)
 def rotation(
     angles: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, factor: float
 ) -> Rotation:
-    """Return the rotation at given positions.
+    """Return the rotation for the given positions.
 
     Args:
-        angles: [P, 1, 1, r] float32 of the positions from 0 on, as Megatron's embeddings return them: both
-            halves are the same.
-        positions: [t] or [t, b] int64; None if ``angles`` are already those of the tokens, in order.
+        angles: [P, 1, 1, r] float32 for positions 0 to P - 1, as Megatron's embeddings return them: both
+            halves are equal.
+        positions: [t] or [t, b] int64; None if ``angles`` already has one row per token.
         dtype: dtype of the rotated tensors.
-        factor: factor of cosines and sines (the concentration of yarn).
+        factor: factor of cosines and sines (the concentration of YaRN).
     """
-    # Compute cosines of half the table, because both halves of a head rotate by the same angles.
+    # Half the table suffices, because both halves of a head rotate by the same angles.
     half = angles[..., : angles.shape[-1] // 2]
     if positions is not None:
         half = half[:, 0][positions if positions.ndim == 2 else positions[:, None]]
@@ -67,7 +67,8 @@ def rotation(
 
 
 def rotate(tensor: torch.Tensor, by: Rotation) -> torch.Tensor:
-    """Rotate [t, b, heads, width]; columns beyond the width of the angles stay unchanged. Differentiable."""
+    """Rotate a tensor [t, b, heads, width]; columns beyond the width of the angles are unchanged.
+    Differentiable."""
     rotated: torch.Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
         tensor, by.cosines, by.signed_sines
     )
@@ -92,8 +93,7 @@ class _Rotate(torch.autograd.Function):
 def _rotate_by(
     tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
 ) -> torch.Tensor:
-    # Use the kernel only on CUDA: Triton's interpreter, which tests enable, would accept tensors of any
-    # device.
+    # Check for CUDA, because Triton's interpreter, which tests enable, accepts tensors on any device.
     way = by_kernel if triton is not None and tensor.is_cuda else rotated_by
     return way(tensor, cosines, signed_sines, back=back)
 
@@ -101,13 +101,13 @@ def _rotate_by(
 def rotated_by(
     tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
 ) -> torch.Tensor:
-    """Rotate [t, b, heads, width], or rotate it back, in plain operations; the arguments are those of a
-    ``Rotation``."""
+    """Rotate a tensor [t, b, heads, width], or rotate it back, with plain torch operations; the arguments
+    come from a ``Rotation``."""
     width = cosines.shape[-1]
     turned, others = tensor[..., :width], tensor[..., width:]
     swapped = torch.cat((turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
     join = torch.sub if back else torch.add
-    # Multiply in place, because swapped is a new copy that nobody else sees.
+    # In place, because swapped is a new copy.
     rotated = join(turned * cosines, swapped.mul_(signed_sines))
     return torch.cat((rotated, others), dim=-1) if others.shape[-1] else rotated
 
@@ -135,7 +135,7 @@ if triton is not None:
         rest_block: tl.constexpr,
     ):
         """Rotate some heads of one token per program."""
-        # Use int64, because tokens times the width of all heads exceeds 2**31 in long packed rows.
+        # int64, because tokens times the width of all heads exceeds 2**31 in long packed rows.
         token = (tl.program_id(0) // rows).to(tl.int64)
         row = (tl.program_id(0) % rows).to(tl.int64)
         head = tl.program_id(1) * head_block + tl.arange(0, head_block)
@@ -144,7 +144,7 @@ if triton is not None:
         column = tl.arange(0, half_block)
         table = token * table_token_stride + row * table_row_stride + column
         cosine = tl.load(cosines + table, mask=column < half, other=0.0).to(tl.float32)[None, :]
-        # Load the sines of the second half, which are not negated.
+        # The sines of the second half are not negated.
         sine = tl.load(signed_sines + table + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
         if back:
             sine = -sine
@@ -170,9 +170,9 @@ if triton is not None:
 def by_kernel(
     tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
 ) -> torch.Tensor:
-    """Rotate as ``rotated_by`` does, in one kernel that rounds once."""
+    """Rotate like ``rotated_by``, in one Triton kernel that rounds only its result."""
     tokens, rows, heads, width = tensor.shape
-    # Query and key are views of one projection, and only the last dimension needs to be contiguous.
+    # The kernel needs only a contiguous last dimension; query and key are views of one projection.
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     half = cosines.shape[-1] // 2
     rotated = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

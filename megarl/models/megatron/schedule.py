@@ -1,4 +1,5 @@
-"""Runs micro-batches through Megatron's own pipeline schedules, which end in one of the engine's heads."""
+"""Runs micro-batches through Megatron's pipeline schedules, with one of the engine's heads computing the
+result."""
 
 from __future__ import annotations
 
@@ -34,20 +35,21 @@ from megarl.models.megatron.specs import PackedSequences
 def sum_gradients(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
 ) -> None:
-    """Run Megatron's end of a backward pass (reductions over data, tensor and embedding groups) without its
-    division by a token count."""
-    # Pass None as the token count, because losses are already sums, divided by counts of the whole global
-    # batch.
+    """Run Megatron's reductions at the end of a backward pass (over data, tensor and embedding groups)
+    without dividing by a token count."""
+    # Pass None as the token count: losses are already divided by counts over the whole global batch.
     finalize_model_grads(model, None, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One micro-batch in the schedule. A filler contributes nothing and keeps the pipeline full.
+    """One micro-batch in the schedule. A filler keeps the pipeline full and contributes nothing.
 
     Attributes:
-        sequences: [n, t] for the routers of a mixture of experts (``sequence_numbers``); None if they have
-            nothing to record.
+        model_input: the micro-batch as model input.
+        sequences: [n, t] for the routers of a mixture-of-experts model (see ``sequence_numbers``); None if
+            they record nothing.
+        filler: its loss is multiplied by 0, and its result dropped.
     """
 
     model_input: ModelInput
@@ -56,13 +58,16 @@ class _Work:
 
     def as_filler(self) -> _Work:
         """Return a copy that contributes nothing."""
-        # -1 means no sequence, so that routers count nothing of a filler.
+        # -1 marks tokens of no sequence, which routers do not count.
         sequences = None if self.sequences is None else torch.full_like(self.sequences, -1)
         return dataclasses.replace(self, sequences=sequences, filler=True)
 
     def sequences_for(self, model: DistributedDataParallel) -> torch.Tensor | None:
-        """Return ``sequences`` in the form that a model chunk needs: with sequence parallelism only the
-        model's first chunk splits them itself."""
+        """Return ``sequences`` as a model chunk needs them.
+
+        Under sequence parallelism the model's first chunk splits them itself; for later chunks they are split
+        here.
+        """
         if self.sequences is None or model.module.pre_process or not model.config.sequence_parallel:
             return self.sequences
         return (
@@ -73,7 +78,7 @@ class _Work:
 
 
 def _packed(model_input: ModelInput) -> PackedSequences | None:
-    """Return Megatron's description of a packed row; None for rows that are single sequences."""
+    """Return Megatron's description of a packed row; None if each row is a single sequence."""
     starts = model_input.layout.starts
     if starts is None:
         return None
@@ -82,7 +87,7 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
         qkv_format="thd",
         cu_seqlens_q=limits,
         cu_seqlens_kv=limits,
-        # Limits include the padding of each sequence, so that padded and real limits are equal here.
+        # Offsets include each sequence's padding, so padded and real offsets are equal.
         cu_seqlens_q_padded=limits,
         cu_seqlens_kv_padded=limits,
         max_seqlen_q=model_input.longest,
@@ -93,10 +98,10 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
 
 
 def answer_requests(layer: ColumnParallelLinear) -> None:
-    """Patch the output layer of a model's last chunk so that it computes the current request: it gathers the
-    sequence and selects the requested rows first.
+    """Patch the output layer of the model's last chunk to serve the current request: it keeps only the
+    requested rows before the matmul, and returns logits or log-probabilities.
 
-    If logits are requested, the product stays Megatron's own, with whatever is fused into it.
+    For logits the matmul stays Megatron's own, including its fused kernels.
     """
     plain, adapter = layer.forward, getattr(layer, ADAPTER, None)
 
@@ -108,12 +113,12 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
             return plain(hidden, weight=weight, **options)
         group, low_rank = layer.tp_group, None
         if adapter is not None and adapter.switch.is_on:
-            # Add the adapter before the softmax, for the chosen rows only. A is small, so that it is applied
-            # to all positions.
+            # Apply B only to the requested rows, before the softmax. A is small, so it is applied to all
+            # positions.
             low_rank = request.rows(adapter.inner(hidden), sequence_first=True), adapter.up()
         if request.chunk_size is None:
             whole = (
-                # Pass False: the layer, called without sequence parallelism, sums the gradient itself, and
+                # False, because the layer, called without sequence parallelism, sums the gradient itself;
                 # True would sum it twice.
                 gather_from_sequence_parallel_region(hidden, False, group)
                 if layer.sequence_parallel
@@ -123,17 +128,16 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
                 _whole_sequences(layer),
                 contextlib.nullcontext() if adapter is None else adapter.switch.off(),
             ):
-                # Pass the chosen rows as a sequence of batch size 1, because Megatron's layer takes [s, b,
-                # h].
+                # Pass the rows as a sequence with batch size 1, because Megatron's layer takes [s, b, h].
                 output, _ = plain(request.rows(whole, sequence_first=True)[:, None], weight=weight, **options)
             return output if low_rank is None else output + F.linear(*low_rank)[:, None], None
         if layer.sequence_parallel:
-            # Pass True, so that the backward pass reduce-scatters, which sums the gradients of all ranks'
-            # vocabulary columns.
+            # True makes the backward pass reduce-scatter, which sums the gradients from all ranks' vocabulary
+            # columns.
             whole = gather_from_sequence_parallel_region(hidden, True, group)
         else:
-            # Copy forward and all-reduce backward, because each rank multiplies by its own columns of the
-            # vocabulary.
+            # Copy in the forward pass and all-reduce in the backward pass, because each rank multiplies by
+            # its own vocabulary columns.
             whole = copy_to_tensor_model_parallel_region(hidden, group)
         answer = request.output(
             request.rows(whole, sequence_first=True),
@@ -148,8 +152,8 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
 
 @contextlib.contextmanager
 def _whole_sequences(layer: ColumnParallelLinear) -> Iterator[None]:
-    """Make the layer treat its input as whole on every tensor-parallel rank, and sum its input's gradient
-    over the ranks, within the context."""
+    """Within the context, make the layer treat its input as complete on every tensor-parallel rank and sum
+    the input's gradient over the ranks."""
     before = layer.sequence_parallel, layer.allreduce_dgrad
     layer.sequence_parallel, layer.allreduce_dgrad = False, before[0] or before[1]
     try:
@@ -165,7 +169,7 @@ def _forward_step(
     model_input = item.model_input
     with plain_torch():
         packed, sequences = _packed(model_input), item.sequences_for(model)
-        # This is the only argument of Megatron's layers that reaches routers per token: see
+        # padding_mask is the only per-token argument that Megatron's layers pass on to routers; see
         # moe_router.connect.
         options = {} if sequences is None else {"padding_mask": sequences}
         request = head.asks(model_input)
@@ -180,13 +184,14 @@ def _forward_step(
         if non_loss_data:
             return None if item.filler else result
         assert result.loss is not None, "a backward pass needs a head that returns a loss"
-        # Multiply by 0 instead of leaving a filler out, because all stages must run equally many backward
+        # Multiply by 0 instead of skipping a filler, because all stages must run the same number of backward
         # passes.
         loss = result.loss * 0 if item.filler else result.loss
-        # Clone the loss: the schedule frees the storage of what it sends on, and on the last stage that is
-        # the loss itself.
+        # Clone the loss: the schedule frees the storage of each stage's output, and on the last stage that is
+        # the loss.
         kept = None if item.filler else dataclasses.replace(result, loss=loss.detach().clone())
-        # Return three values: with two, the schedule would divide the loss by the number of micro-batches.
+        # Return three values, because with two the schedule would divide the loss by the number of
+        # micro-batches.
         return loss, torch.zeros((), dtype=torch.int), kept
 
     return output, finish
@@ -196,8 +201,8 @@ def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Wor
     """Append fillers until there are at least as many micro-batches as stages, and set a group size that the
     interleaved schedule accepts."""
     stages = config.pipeline_model_parallel_size
-    # The interleaved schedule refuses fewer micro-batches than stages, and a smaller last group. Use copies
-    # of the last micro-batch, because fillers need a shape that the pipeline can send.
+    # The interleaved schedule rejects fewer micro-batches than stages, and a smaller last group. Fillers are
+    # copies of the last micro-batch, because they need a shape that the pipeline can send.
     filled = [*work, *[work[-1].as_filler()] * max(0, stages - len(work))]
     rest = len(filled) % stages
     config.microbatch_group_size_per_vp_stage = stages if rest == 0 else len(filled)
@@ -212,11 +217,15 @@ def forward_backward(
     backward: bool,
     sequences: Sequence[torch.Tensor] | None = None,
 ) -> list[HeadOutput]:
-    """Run one pass of Megatron's schedule (1F1B with a pipeline, interleaved with several chunks) over
-    micro-batches.
+    """Run one pass of Megatron's schedule over micro-batches: 1F1B with pipeline stages, interleaved with
+    several chunks per stage.
 
-    With pipeline stages all inputs have one shape. ``sequences``, one tensor per micro-batch, is for routers
-    that record.
+    Args:
+        chunks: this rank's model chunks.
+        inputs: the micro-batches; with pipeline stages they must have one shape.
+        head: computes loss or results from the model's output.
+        backward: compute gradients.
+        sequences: a tensor per micro-batch for routers that record (see ``sequence_numbers``).
 
     Returns:
         The head's outputs, in order, on the last pipeline stage; an empty list elsewhere.
@@ -231,17 +240,17 @@ def forward_backward(
     with cuda_literals():
         results = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, head=head),
-            # Pass one iterator per chunk, because the interleaved schedule takes every micro-batch once for
-            # each chunk.
+            # One iterator per chunk, because the interleaved schedule takes every micro-batch once for each
+            # chunk.
             data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
             model=list(chunks),
             num_microbatches=len(work),
-            # With a pipeline all micro-batches have this length (Shapes.equal); without one the schedule
-            # allocates nothing by it.
+            # With pipeline stages all micro-batches have this length (Shapes.equal). Without them the
+            # schedule does not use it.
             seq_length=first.micro_batch.length,
             micro_batch_size=first.tokens.shape[0],
             forward_only=not backward,
-            # Otherwise the schedule requires a loss of every micro-batch, and a log-probability pass has
+            # Otherwise the schedule requires a loss for every micro-batch, and a log-probability pass has
             # none.
             collect_non_loss_data=not backward,
         )

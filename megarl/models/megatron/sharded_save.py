@@ -1,9 +1,9 @@
-"""Writes a checkpoint through Megatron-Core's dist-checkpointing: every rank writes its share, and an error
-on one rank is raised on all.
+"""Writes a checkpoint with Megatron-Core's dist-checkpointing: every rank writes a part, and an error on one
+rank is raised on all.
 
-In Megatron-Core only the main replicas write, which all belong to the first data-parallel rank. Here the
-ranks that hold the same tensors divide them among themselves. The division depends only on the layout and the
-sizes of the tensors, so the same layout writes the same files.
+In Megatron-Core only the main replicas write, and all of them are in the first data-parallel rank. Here the
+ranks that hold the same tensors divide the writing among themselves. The division depends only on the layout
+and the tensor sizes, so the same layout always writes the same files.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ _PIECES = "pieces of optimizer state"
 def save_sharded(
     state: dict[str, Any], directory: Path, stream: StateStream, buffer: StagingBuffer | None = None
 ) -> None:
-    """Write a sharded state dict of Megatron-Core to an empty directory. A collective over all ranks.
+    """Write a sharded state dict of Megatron-Core to an empty directory. Collective over all ranks.
 
     Args:
-        state: the state dict; is modified.
+        state: the state dict; it is modified.
         directory: directory of the files.
-        stream: has the values of the outlines in ``state``.
-        buffer: where this rank's file is staged; None to write the file.
+        stream: supplies the values of the outlines (meta tensors) in ``state``.
+        buffer: host memory in which to stage this rank's file; None writes the file now.
 
     Raises:
-        CheckpointError: on all ranks, with the reason, if one of them could not write.
+        CheckpointError: on all ranks, with the reason, if one rank could not write.
     """
-    # Megatron would start a process only to pass on results, which takes seconds to start and outlives a
+    # Megatron would start a manager process only to pass on results. It takes seconds to start and outlives a
     # killed rank.
     if filesystem_async._results_queue is None:
-        # Use a thread's queue instead of a manager's process.
+        # A queue within the process is enough, because this rank writes in its own thread.
         filesystem_async._results_queue = queue.Queue()
     first = _FirstRank()
     strategy = StreamedSave(stream, first.writes, buffer)
@@ -73,7 +73,7 @@ def save_sharded(
             dist_checkpointing.save(shared_out(state, stream), str(directory), strategy)
     except (
         CheckpointException
-    ) as error:  # raised on all ranks, but only the first one knows why; not a subclass of Exception
+    ) as error:  # not an Exception; raised on all ranks, but only rank 0 has the reason
         failure = error
     with failing_together(f"writing {directory}"):
         if failure is not None:
@@ -82,19 +82,19 @@ def save_sharded(
 
 
 def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
-    """Return a sharded state dict in which exactly one rank writes each tensor. A collective over the ranks
+    """Return a sharded state dict in which exactly one rank writes each tensor. Collective over the ranks
     that hold the same tensors.
 
-    Outlines of ``stream`` are split into the pieces that each rank keeps. Other tensors stay whole, and each
-    is assigned to one of its holders: the largest first, to the holder with the least to write so far.
-    Objects stay with the main replica.
+    Each rank writes the parts of the stream's outlines that it keeps. Every other tensor is assigned in full
+    to one of its holders: largest tensor first, to the holder with the least to write so far. Non-tensor
+    objects are written by the main replica.
 
     Args:
-        state: the state dict; is modified.
-        stream: the stream of the outlines in ``state``.
+        state: the state dict; it is modified.
+        stream: the stream that made the outlines in ``state``.
     """
-    # Apply factories first: they split tensors, such as an MLP's gate and up, and the parts are what is
-    # distributed and written.
+    # Apply factories first: they split tensors, such as an MLP's gate and up projections, and the resulting
+    # tensors are what is assigned and written.
     apply_factories(state)
     outlined, rest = extract_matching_values(
         state, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
@@ -103,7 +103,8 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
         distribution = determine_main_replica_uniform_distribution(rest, group)
         distribute_main_replicas_with_precomputed_distribution(rest, group, distribution)
     for each in nested_values(rest):
-        # Separate tensors that share memory: Megatron-Core would copy all of them at once.
+        # Separate tensors from the larger storages that they are views of, because Megatron-Core would copy
+        # and save the whole storage.
         if (
             isinstance(each, ShardedTensor)
             and type(each.data) in (torch.Tensor, torch.nn.Parameter)
@@ -111,28 +112,31 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
         ):
             each.data = alone(each.data)
     pieces = dict(enumerate(itertools.chain.from_iterable(map(stream.pieces, nested_values(outlined)))))
-    # Leave out an empty dict, which would be stored with the state that all ranks share.
+    # Omit an empty dict, because it would be stored in the common state that all ranks share.
     return {**rest, _PIECES: pieces} if pieces else rest
 
 
 def _groups_of_holders() -> list[dist.ProcessGroup]:
-    """Return the groups of this rank over which tensors are divided, one group after the other. The group
-    that shares the experts is part of the other group, unless an expert is sharded over fewer ranks than the
-    other layers."""
+    """Return this rank's groups of ranks among which tensors are divided for writing, to be processed in
+    order.
+
+    The group that shares the experts is normally a subset of the other group; it is listed only if it is not,
+    as when an expert is sharded over fewer ranks than the other layers.
+    """
     most, experts = holders(of_experts=False), holders(of_experts=True)
     within = set(dist.get_process_group_ranks(experts)) <= set(dist.get_process_group_ranks(most))
     return [most] if within else [most, experts]
 
 
 class StreamedSave(TorchDistSaveShardedStrategy):
-    """Megatron-Core's save strategy, in which each rank writes its single file itself, and copies each tensor
-    to the host only when it is written.
+    """Megatron-Core's save strategy with two changes: each rank writes its single file itself, and copies a
+    tensor to the host only when it is written.
 
     Args:
-        stream: has the values of the outlines.
-        finishing: wraps the function that writes the index on the first rank, and returns the function that
-            is called instead.
-        buffer: where the file is staged; None to write the file.
+        stream: supplies the values of the outlines.
+        finishing: wraps the function that writes the index on the first rank; the wrapper is called in its
+            place.
+        buffer: host memory in which to stage the file; None writes the file now.
     """
 
     def __init__(
@@ -141,16 +145,15 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         finishing: Callable[[Callable[..., Any]], Callable[..., None]],
         buffer: StagingBuffer | None = None,
     ) -> None:
-        # Write one file per rank, because more threads would only make more files.
+        # One thread writes one file; more threads would only create more files.
         super().__init__("torch_dist", 1, thread_count=1)
         self._stream, self._finishing, self._buffer = stream, finishing, buffer
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
-        # Wrap the method before the request is made, which takes the bound method.
+        # Wrap the method first, because the request is created with the bound method.
         writer.finish = self._finishing(writer.finish)
         request = super()._get_save_and_finalize_callbacks(writer, *arguments)
-        # Do not preload, which would copy all of a rank's tensors to the host before the first one is
-        # written.
+        # Do not preload: it would copy all of the rank's tensors to the host before the first one is written.
         return request._replace(
             async_fn=functools.partial(self._write, writer), async_fn_args=(), preload_fn=None
         )
@@ -164,7 +167,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
                 if self._buffer
                 else self._written(writer, path, name, plain, tensors)
             )
-            # Megatron-Core's finalizer takes results by writer, of which each rank has one.
+            # Megatron-Core's finalizer expects results by writer index; each rank has one writer.
             results = written if isinstance(written, Exception) else {0: written}
         if writer.results_queue is not None:
             writer.results_queue.put(results)
@@ -172,12 +175,12 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _written(
         self, writer: FileSystemWriterAsync, path: str, name: str, plain: _Plain, tensors: _Tensors
     ) -> list[WriteResult] | Exception:
-        """Write the file; return where each piece of it is stored, or the error."""
+        """Write the file. Return the location of each write item in it, or the error."""
         answer: queue.Queue[Any] = queue.Queue()
-        # Use queues of this thread, not of processes, because the function is called here.
+        # Queues of the threading kind suffice, because the function is called in this process.
         counter: queue.Queue[int] = queue.Queue()
         counter.put(0)
-        # Newer releases require this argument.
+        # Newer versions of the writer have transforms and require them here.
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
         bucket = (path, name, (plain, self._stream.values(tensors)))
         FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answer, counter, use_fsync=True)
@@ -187,7 +190,8 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _staged(
         self, path: str, name: str, plain: _Plain, tensors: _Tensors
     ) -> list[WriteResult] | Exception:
-        """Stage the file; return where each piece of it will be stored, or the error."""
+        """Stage the file in host memory. Return the location that each write item will have in it, or the
+        error."""
         assert self._buffer is not None
         try:
             return staged_results(
@@ -209,15 +213,17 @@ class StreamedSave(TorchDistSaveShardedStrategy):
 
 
 class _FirstRank:
-    """The first error in what only the first rank writes: the state that all ranks share, the index, the kind
-    of checkpoint. Raised at once, the error would leave the other ranks waiting in the next collective of
-    Megatron-Core's save; so the save continues, and fails on all ranks at its end."""
+    """Collects the first error in files that only rank 0 writes: common state, index, checkpoint config.
+
+    Raised at once, the error would leave the other ranks waiting in the next collective of Megatron-Core's
+    save. Instead the save continues, and fails on all ranks at its end.
+    """
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
 
     def writes(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """Return ``function``, wrapped so that its error is stored instead of raised."""
+        """Return ``function`` wrapped so that its error is stored instead of raised."""
 
         def kept(*arguments: Any, **options: Any) -> None:
             try:
@@ -229,9 +235,10 @@ class _FirstRank:
         return kept
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
-        """Return Megatron-Core's functions that write only on rank 0, wrapped, for ``patched``."""
+        """Return wrapped versions of Megatron-Core's functions that write only on rank 0, as arguments of
+        ``patched``."""
         found: list[tuple[Any, str]] = [(serialization, "save_config")]
-        # Later versions write what all ranks share together with the tensors.
+        # Later versions write the common state together with the tensors.
         if hasattr(common, "TorchCommonSaveStrategy"):
             found.append((common.TorchCommonSaveStrategy, "save_common"))
         return [(owner, name, self.writes(getattr(owner, name))) for owner, name in found]

@@ -1,8 +1,8 @@
-"""Layer specs: the modules that make up Megatron's GPT layers, chosen and logged once, in this module.
+"""Layer specs: selects and logs the modules that make up Megatron's GPT layers.
 
-With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec* is used:
-Megatron's own parallel linear layers with our attention (``megarl.models.engine.attention``), and with norms
-that also work under sequence parallelism, which Megatron-Core offers only with Transformer Engine.
+The fused spec uses Transformer Engine's layers on a CUDA device. The *portable spec* uses Megatron's own
+parallel linear layers with megarl's attention (``megarl.models.engine.attention``) and norms that support
+sequence parallelism, which Megatron-Core offers only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, together with the engine's own.
+    """Megatron's description of packed sequences, extended by the engine's.
 
     Attributes:
         layout: layout of the sequences.
-        positions: [t] int64, the position of each token of this context-parallel rank in its own sequence.
+        positions: [t] int64, position in its own sequence of each token on this context-parallel rank.
     """
 
     layout: SequenceLayout = ROWS
@@ -71,17 +71,18 @@ class PackedSequences(PackedSeqParams):
 
 
 class PortableAttention(MegatronModule):
-    """Megatron's ``core_attention``, computed by the engine's portable attention: causal, with packed
-    sequences, context parallelism, sliding windows in all or some layers, and sinks.
+    """Megatron's ``core_attention`` computed by the engine's portable attention: causal, with packed
+    sequences, context parallelism, sliding windows in all or some layers, and attention sinks.
 
     Attributes:
-        softmax_offset: [H of this rank] logits of the sinks, named as in Megatron's own attention; None
-            without sinks.
-        rows: the rows that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
+        softmax_offset: [H of this rank] sink logits, under the name of Megatron's own attention; None without
+            sinks.
+        rows: the rows being decoded, set by ``megarl.models.megatron.cached_attention.decoding``; None in
+            training.
 
     Raises:
-        ModelError: the model has sinks, and the context-parallel ranks are configured to send keys and values
-            in a ring.
+        ModelError: the model has sinks, and context parallelism is configured to send keys and values in a
+            ring.
     """
 
     rows: DecodedRows | None = None
@@ -101,7 +102,7 @@ class PortableAttention(MegatronModule):
         windowed = is_layer_window_attention(
             window, getattr(config, "window_attn_skip_freq", None), layer_number
         )
-        # Add 1, because Megatron-Core counts the positions before a query, and our window includes the query.
+        # Megatron-Core's window counts the positions before a query; ours includes the query, so add 1.
         self.window = None if window is None or window[0] < 0 or not windowed else window[0] + 1
         group = pg_collection.cp if pg_collection is not None else None
         size = 1 if group is None else dist.get_world_size(group)
@@ -122,8 +123,8 @@ class PortableAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.empty(heads, dtype=config.params_dtype, device=device)
             )
-            # Mark the sinks as sharded: heads are divided over tensor-parallel ranks, and Megatron-Core
-            # counts unmarked parameters in the gradient norm only on the first rank.
+            # Mark the sinks as sharded over the tensor-parallel ranks like the heads. In the gradient norm
+            # Megatron-Core counts unmarked parameters only on the first rank.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
@@ -135,14 +136,14 @@ class PortableAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **ignored: Any,
     ) -> torch.Tensor:
-        """Return the attention [S, B, H * D] of query [S, B, H, D], key and value [K, B, G, D]; packed
-        tensors have no B: [T, H, D], ... -> [T, H * D].
+        """Return the attention output [S, B, H * D] for query [S, B, H, D] and key and value [K, B, G, D].
+        Packed tensors have no B: [T, H, D], ... -> [T, H * D].
 
-        Masks are not needed: sequences are padded on the right only, so that a causal mask already hides the
-        padding from every real token.
+        No mask is needed: padding is on the right, where the causal mask already hides it from every real
+        token.
         """
         if packed_seq_params is not None:
-            # Megatron-Core's packed tensors have no batch dimension, while ours are [B, H, S, D].
+            # Megatron-Core's packed tensors have no batch dimension; the engine's are [B, H, S, D].
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
             mixed = self._mixed(query, key, value, packed_seq_params.layout)
             return mixed[0].transpose(0, 1).flatten(1)
@@ -153,8 +154,8 @@ class PortableAttention(MegatronModule):
     def _mixed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout
     ) -> torch.Tensor:
-        # A decoding step has a mask of its cache, a pass over prompts has row lengths instead, and training
-        # has neither.
+        # A decoding step has a mask for its cache, a pass over prompts has row lengths, and training has
+        # neither.
         mask = None if self.rows is None else self.rows.mask(self.window, query.dtype)
         if mask is not None:
             return cached_attention(
@@ -175,8 +176,9 @@ class PortableAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the sharded sinks; an empty dict if there are none."""
-        # By default Megatron-Core would save the sinks as equal copies on all tensor-parallel ranks.
+        """Return the sharded state dict of the sinks; empty without sinks."""
+        # By default Megatron-Core would save the sinks as if they were replicated on all tensor-parallel
+        # ranks.
         own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, {"softmax_offset": 0}, sharded_offsets
@@ -185,28 +187,31 @@ class PortableAttention(MegatronModule):
 
 
 def portable_core(attention: Any) -> PortableAttention:
-    """Return the engine's portable attention for an attention layer that has another core, with the sinks of
-    that core, if any."""
+    """Return a ``PortableAttention`` for an attention layer with another core, sharing that core's sinks if
+    it has any."""
     core = attention.core_attention
     config = attention.config
     portable = PortableAttention(config, attention.layer_number, getattr(core, "softmax_scale", None))
     if portable.softmax_offset is not None:
-        # Share the parameter instead of copying it, because the optimizer continues to change it.
+        # Share the parameter, because the optimizer keeps updating it.
         portable.softmax_offset = core.softmax_offset
     return portable
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with a weight that takes part in the sequence-parallel gradient reduction. Its result
-    may already have been computed together with the sum that it normalises
-    (``megarl.models.megatron.residual_norm``). If zero-centred, it multiplies by 1 + weight."""
+    """RMSNorm with support for sequence-parallel gradients and for precomputed results.
+
+    The weight takes part in the sequence-parallel gradient reduction. A preceding residual addition may
+    already have computed the norm of its sum (``megarl.models.megatron.residual_norm``) and left it with
+    ``leave``. A zero-centred norm multiplies by 1 + weight.
+    """
 
     _ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=runtime().device)
-        # Megatron-Core sums the gradients of such parameters over tensor-parallel ranks, each of which saw a
-        # part of the sequence.
+        # Megatron-Core sums the gradients of marked parameters over the tensor-parallel ranks, each of which
+        # saw a part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
         self.zero_centered = config.layernorm_zero_centered_gamma
 
@@ -215,16 +220,17 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         self._ready = total, norm
 
     def forward(self, x: torch.Tensor | Callable[[torch.Tensor, float | None], Any]) -> Any:
-        """Return the norm of ``x``. If ``x`` is a function, return its result for weight and epsilon instead:
-        as a call of the module this runs the forward hooks first, such as that of Megatron-Core's
-        ``overlap_param_gather``, which waits for the weight."""
+        """Return the norm of ``x``, or, if ``x`` is a function, its result for weight and epsilon.
+
+        A function is called through the module so that forward hooks run first, such as that of
+        Megatron-Core's ``overlap_param_gather``, which waits for the weight.
+        """
         if not isinstance(x, torch.Tensor):
             return x(self.weight, self.eps)
-        # Return the stored norm only once: kept longer, it would hold the memory of two activations per
-        # layer.
+        # Drop the stored norm after one use, because it holds the memory of two activations per layer.
         ready, self._ready = self._ready, None
-        # Compare histories too: a recomputed layer returns the same tensor with another history, which does
-        # not include the norm.
+        # Compare the autograd nodes too: recomputation returns the same tensor with another node, of which
+        # the stored norm is not part.
         if (
             ready is not None
             and ready[0] is x
@@ -233,7 +239,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         ):
             return ready[1]
         if self.zero_centered:
-            # Compute in float32: near 1, 16 bits would lose most of a small weight.
+            # Compute 1 + weight in float32: near 1, 16 bits would lose most of a small weight.
             wide = torch.promote_types(x.dtype, torch.float32)
             return torch.nn.functional.rms_norm(
                 x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps
@@ -242,22 +248,21 @@ class PortableRMSNorm(torch.nn.RMSNorm):
 
 
 def with_our_router(experts: Any) -> Any:
-    """Put our router into Megatron's spec of a layer's experts (a ``ModuleSpec`` up to 0.16, a partial
-    constructor later), and return the spec."""
+    """Put ``BalancedRouter`` into Megatron's spec of an expert layer and return the spec. The spec is a
+    ``ModuleSpec`` up to 0.16, a partial constructor later."""
     submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
     submodules.router = BalancedRouter
     return experts
 
 
 def _grouped(experts: Any) -> Any:
-    """Make the experts of Megatron's spec use grouped products, in either form of the spec, and return the
-    spec."""
+    """Put ``GroupedExperts`` into Megatron's spec of an expert layer, in either form, and return the spec."""
     submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
     inner = submodules.experts
     if isinstance(inner, ModuleSpec):
         inner.module = GroupedExperts
     else:
-        # Later releases have partial constructors, whose arguments must be passed on.
+        # Later releases have a partial constructor, whose arguments must be kept.
         submodules.experts = functools.partial(GroupedExperts, *inner.args, **inner.keywords)
     return experts
 
@@ -300,7 +305,7 @@ def _latent_attention(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-# Portable specs of the token mixer of a layer, by ``LayerKind.mixer``.
+# Builders of the portable spec of a layer's token mixer, by ``LayerKind.mixer``.
 _MIXERS: Mapping[str, Callable[[TransformerConfig], ModuleSpec]] = {
     "attention": _attention,
     "latent": _latent_attention,
@@ -313,8 +318,8 @@ def _portable_layer(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    # Use the names of Transformer Engine's fused layers for these norms, so that both specs load each other's
-    # checkpoints.
+    # Store these norms under the names in Transformer Engine's fused layers, so that each spec can load the
+    # other's checkpoints.
     names = {
         norm.removesuffix("weight"): inside.removesuffix("weight")
         for norm, inside in fused_norms(kind).items()
@@ -337,15 +342,20 @@ def _layers_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | 
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=chunk, pp_rank=stage))
-    # Without a layout Megatron-Core divides the layers itself, which its own functions describe, including
-    # uneven ends.
+    # Without a layout Megatron-Core divides the layers over the stages itself; ask its own functions, which
+    # know about uneven first and last stages.
     first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)))
 
 
 def kinds_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | None = None) -> list[LayerKind]:
-    """Return the layer kinds of one model chunk of a pipeline stage. ``chunk`` is None if the stage has a
-    single chunk; ``stage`` defaults to this rank's."""
+    """Return the layer kinds of one model chunk of a pipeline stage.
+
+    Args:
+        config: Megatron's model configuration.
+        chunk: index of the chunk; None if stages have a single chunk.
+        stage: pipeline stage; None for this rank's.
+    """
     return [_kind_of(config, layer) for layer in _layers_of_chunk(config, chunk, stage)]
 
 
@@ -360,13 +370,18 @@ def _kind_of(config: TransformerConfig, layer: int) -> LayerKind:
 
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -> TransformerBlockSubmodules:
-    """Return the layer specs of one model chunk of this pipeline stage; ``chunk`` is None if the stage has a
-    single chunk. ``fused`` selects Transformer Engine's layers."""
+    """Return the layer specs of one model chunk of this pipeline stage.
+
+    Args:
+        config: Megatron's model configuration.
+        chunk: index of the chunk; None if stages have a single chunk.
+        fused: use Transformer Engine's layers.
+    """
     kinds = kinds_of_chunk(config, chunk)
     if fused:
         logger.info("layer spec: Transformer Engine")
-        # Replace only router and attention in Megatron-Core's spec, so that fusions of new releases are
-        # included.
+        # Replace only router and attention in Megatron-Core's spec, so that fusions added by new releases are
+        # used.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer, kind in zip(block.layer_specs, kinds, strict=True):
             layer.submodules.self_attention.module = (
@@ -376,6 +391,7 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
                 with_our_router(layer.submodules.mlp)
         return block
     logger.info("layer spec: portable (Transformer Engine: %s)", find().reason or f"not taken, see {KEY}")
-    # Build a spec for each layer: dense and sparse layers, attention and gated delta nets may alternate.
+    # Build a spec per layer, because dense and sparse layers, and attention and gated delta nets, may
+    # alternate.
     layers = [_portable_layer(config, kind) for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)

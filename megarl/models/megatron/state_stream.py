@@ -1,15 +1,14 @@
-"""Streams the distributed optimizer's state from each rank's memory into the files of a checkpoint, and from
-a checkpoint's files into each rank's memory. No state is sent between ranks.
+"""Streams the distributed optimizer's state between each rank's memory and checkpoint files, without sending
+state between ranks.
 
-Megatron-Core's "fully reshardable" checkpoint needs each state of each buffer as one tensor on the host,
-twelve bytes per parameter, and up to 0.19 gathers the states on the device, on every data-parallel rank. Here
-the checkpoint is planned with outlines: tensors of torch's meta device, which have a shape and an address but
-no memory. Each rank writes only the elements of a tensor that it keeps itself, as boxes (the format accepts
-pieces of any size). So it writes its share of all bytes, and only one piece at a time is on the host.
+Megatron-Core's "fully reshardable" checkpoint needs each optimizer state of each buffer as one host tensor,
+twelve bytes per parameter, and up to 0.19 gathers it on the device of every data-parallel rank. Here a save
+is planned with outlines: meta tensors that have a shape and an address but no memory. Each rank writes only
+the elements that it keeps itself, as boxes (the format accepts chunks of any size), and only one chunk at a
+time is on the host.
 
-A load is planned with outlines as well, whereas Megatron-Core makes every data-parallel rank read all of a
-buffer. Each rank then reads the elements that it keeps itself, a slice at a time, into the memory that
-training needs anyway.
+A load is planned with outlines too. Megatron-Core makes every data-parallel rank read the whole buffer. Here
+each rank reads only the elements that it keeps, slice by slice, into the memory of the optimizer.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from megarl.models.megatron.adam import ShardedAdamW
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 SLICE_BYTES = 256 * 2**20
-"""Number of bytes that a rank reads at once, and thus the host memory that a load takes."""
-# Bytes of an element: outlines are float32, whatever format the states are stored in.
+"""Maximum bytes that a rank reads at once, and thus the host memory that a load takes."""
+# Bytes per element: outlines are float32, whatever format the state is stored in.
 _ITEM = 4
-# More elements than all states of a rank together; at four bytes each, they stay below 2**63 bytes.
+# An upper bound on the elements of all states of a rank; at four bytes each they stay below 2**63 bytes.
 _ADDRESSES = 2**56
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One state of one buffer of one optimizer, in the address range of a stream; ``first`` is the address of
-    its first element."""
+    """One state of one buffer of one optimizer in the stream's address range; ``first`` is the address of its
+    first element."""
 
     first: int
     source: int
@@ -57,20 +56,19 @@ class _Place:
 
 
 class _Source:
-    """The state of one distributed optimizer, of which this rank keeps a part. Positions are indices of
-    elements in a buffer."""
+    """The part of one distributed optimizer's state that this rank keeps. Positions are element indices in a
+    buffer."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
         self._own = list(map(self._kept_of, range(len(optimizer.gbuf_ranges))))
-        # States in formats other than float32 that are read in several pieces, each with the number of
-        # missing elements.
+        # State in formats other than float32 that arrives in several reads, with the number of elements still
+        # missing.
         self._gathering: dict[tuple[torch.nn.Parameter, str], tuple[torch.Tensor, int]] = {}
 
     def _kept_of(self, buffer: int) -> list[tuple[int, int, torch.nn.Parameter]]:
-        """Return the start, the end and the parameter of each part of a buffer that this rank keeps, in
-        order."""
-        # Each buffer has one dtype, which the unpacking checks.
+        """Return (start, end, parameter) of each range of a buffer that this rank keeps, in order."""
+        # Unpacking into one element checks that the buffer has a single dtype.
         (buckets,) = self._optimizer.gbuf_ranges[buffer].values()
         kept = []
         for bucket in buckets:
@@ -83,8 +81,8 @@ class _Source:
         return int(self._optimizer.buffers[buffer].grad_data.numel())
 
     def kept(self, buffer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the start and the end of each range of positions between ``start`` and ``stop`` that this
-        rank keeps; ``start`` and ``stop`` must belong to one parameter."""
+        """Yield (start, end) of each range within ``start`` to ``stop`` that this rank keeps; both positions
+        must belong to one parameter."""
         for begin, end, _ in self._kept_between(buffer, start, stop):
             yield max(begin, start), min(end, stop)
 
@@ -98,8 +96,10 @@ class _Source:
             yield own[number]
 
     def copy(self, buffer: int, state: str, first: int, target: torch.Tensor) -> None:
-        """Fill ``target``, [n] float32 on the host, with the elements from position ``first`` on. This rank
-        must keep them all, and they must belong to one parameter."""
+        """Fill ``target`` [n] (float32, on the host) with the elements from position ``first`` on.
+
+        This rank must keep all of them, and they must belong to one parameter.
+        """
         last = first + target.numel()
         ((begin, end, parameter),) = self._kept_between(buffer, first, last)
         assert begin <= first and last <= end, (begin, first, last, end)
@@ -112,29 +112,28 @@ class _Source:
         return shard
 
     def _values(self, parameter: torch.nn.Parameter, state: str) -> torch.Tensor:
-        """Return this rank's part of a state, [n] float32: a view of the state itself, or a float32 copy if
-        it is stored in another format."""
+        """Return this rank's part of a state as flat float32: a view if the state is float32, else a
+        converted copy."""
         adam, shard = self._optimizer.optimizer, self._shard_of(parameter)
         if isinstance(adam, ShardedAdamW):
             return adam.read_state(shard, state)
-        # Return a view of the state itself, so that fill reads a checkpoint directly into it.
+        # Return a view, because ``fill`` reads the checkpoint directly into it.
         return (shard if state == "param" else adam.state[shard][state]).detach().view(-1)
 
     def _store(self, parameter: torch.nn.Parameter, state: str, values: torch.Tensor, read: int) -> None:
-        """Store values in the state's own format, once all values of a parameter are read: a block is stored
-        as a whole.
+        """Convert values to the state's own format once all values of a parameter were read.
 
         Args:
-            parameter, state: the parameter and the name of its state.
+            parameter, state: the parameter, and the name of its state.
             values: [n] float32.
-            read: number of additional values that were read.
+            read: number of values that were read since the last call.
         """
         adam = self._optimizer.optimizer
         if not isinstance(adam, ShardedAdamW):
             return
         _, missing = self._gathering.pop((parameter, state), (values, values.numel()))
         if missing > read:
-            # Wait for the rest, because an 8-bit block has one scale, and half a block cannot be stored.
+            # Wait for the rest: a block of 8-bit state has one scale, so half a block cannot be stored.
             self._gathering[parameter, state] = values, missing - read
         else:
             adam.write_state(self._shard_of(parameter), state, values)
@@ -142,16 +141,18 @@ class _Source:
     def fill(
         self, buffer: int, state: str, start: int, stop: int, read: Callable[[int, int, torch.Tensor], None]
     ) -> None:
-        """Make ``read`` fill this rank's part of the positions from ``start`` to ``stop``, which all belong
-        to one parameter.
+        """Read this rank's part of the positions from ``start`` to ``stop``, which must belong to one
+        parameter.
 
         Args:
-            read: is called with the start and the end of some positions, and with their values [end - start]
-                in the optimizer's memory.
+            buffer, state: the buffer, and the name of the state.
+            start, stop: the positions.
+            read: called with the start and end of a range and with a tensor [end - start], which it must
+                fill.
         """
         step = max(
             1, SLICE_BYTES // _ITEM // 2
-        )  # half, because pieces and the tensor they are joined into may exist together
+        )  # half, because chunks and the tensor joined from them may exist together
         for begin, end, parameter in self._kept_between(buffer, start, stop):
             first, last = max(begin, start), min(end, stop)
             gathered = self._gathering.get((parameter, state))
@@ -163,22 +164,22 @@ class _Source:
 
 
 class StateStream:
-    """The state of all distributed optimizers of a rank, for one save: outlines of the state, and values on
-    request."""
+    """Optimizer state of all distributed optimizers of a rank, for one save or load: outlines, and their
+    values on request."""
 
     def __init__(self) -> None:
-        # One long tensor without memory, whose offsets identify all states of all optimizers.
+        # One long meta tensor; an offset in it identifies an element of the state of all optimizers.
         self._addresses = torch.empty(_ADDRESSES, dtype=torch.float32, device="meta")
         self._sources: list[_Source] = []
-        self._places: list[_Place] = []  # in the order of their addresses
+        self._places: list[_Place] = []  # sorted by address
         self._size = 0
 
     def outlines(self, optimizer: DistributedOptimizer) -> dict[Any, Any]:
-        """Return what ``DistributedOptimizer.get_parameter_state_dp_zero`` returns, without memory: for each
-        buffer and dtype, each state is one float32 tensor of the meta device."""
+        """Return the result of ``DistributedOptimizer.get_parameter_state_dp_zero`` without memory: for each
+        buffer and dtype, each state is a float32 meta tensor."""
         source = _Source(optimizer)
         self._sources.append(source)
-        # Megatron-Core marks buffers in this way whose buckets are one tensor, padding included.
+        # Megatron-Core's mark that the buckets of a buffer are joined into one tensor, padding included.
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for buffer, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype in ranges:
@@ -193,11 +194,12 @@ class StateStream:
         return self._addresses[first : self._size]
 
     def pieces(self, outline: ShardedTensor) -> Iterator[ShardedTensor]:
-        """Yield the pieces of a tensor that this rank keeps and writes: boxes of it, without memory. If other
-        data-parallel groups have the tensor too, the group of the main replica writes it.
+        """Yield the parts of an outlined tensor that this rank keeps and writes: boxes, without memory.
+
+        If several data-parallel groups hold the tensor, the main replica's group writes it.
 
         Raises:
-            CheckpointError: the outline does not belong to any state.
+            CheckpointError: the outline does not belong to this stream.
         """
         place = self._place_of(outline.data)
         if not _is_of_main_group(outline.replica_id):
@@ -217,20 +219,20 @@ class StateStream:
                     data=self._addresses[address : address + count].view(shape),
                     local_shape=shape,
                     global_offset=tuple(map(operator.add, outline.global_offset, start)),
-                    # Turn the layer axis into an ordinary one of length 1: pieces have all dimensions of the
-                    # whole tensor.
+                    # Turn the prepended layer axis into an ordinary one of length 1: a box must have all
+                    # dimensions of the full tensor.
                     prepend_axis_num=0,
-                    axis_fragmentations=None,  # the pieces of a tensor are not a grid
+                    axis_fragmentations=None,  # the boxes of a tensor form no grid
                     replica_id=0,
                 )
                 address += count
 
     def values(self, tensors: Sequence[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield each item with its tensor's values on the host, one tensor at a time. The memory for an
-        outline's values is freed when the next tensor is requested.
+        """Yield each item with its tensor's values on the host, one tensor at a time. Memory for an outline's
+        values is freed when the next tensor is requested.
 
         Raises:
-            CheckpointError: an outline does not belong to any state.
+            CheckpointError: an outline does not belong to this stream.
         """
         for item, tensor in tensors:
             if not tensor.is_meta:
@@ -239,25 +241,26 @@ class StateStream:
             values = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.copy(tensor, values)
             yield item, values
-            # Free the memory now: the writer still refers to the tensor until it has the next one.
+            # Free the memory explicitly: the writer keeps a reference to the tensor until it gets the next
+            # one.
             values.untyped_storage().resize_(0)
 
     def copy(self, outline: torch.Tensor, target: torch.Tensor) -> None:
-        """Fill ``target``, contiguous on the host and of the outline's shape, with the values of an outline.
+        """Fill ``target`` (contiguous, on the host, with the outline's shape) with an outline's values.
 
         Raises:
-            CheckpointError: the outline does not belong to any state.
+            CheckpointError: the outline does not belong to this stream.
         """
         place = self._place_of(outline)
         first = int(outline.storage_offset()) - place.first
         self._sources[place.source].copy(place.buffer, place.state, first, target.view(-1))
 
     def fill(self, outlines: Sequence[ShardedTensor], checkpoint: TorchDistCheckpoint) -> None:
-        """Read this rank's part of the outlined tensors into the optimizers' memory. Positions that are not
-        in the checkpoint, such as padding of a vocabulary, become zero.
+        """Read this rank's part of the outlined tensors into the optimizers' memory. Elements that the
+        checkpoint lacks, such as vocabulary padding, become zero.
 
         Raises:
-            CheckpointError: a tensor of the checkpoint has another shape.
+            CheckpointError: a tensor has another shape in the checkpoint.
             ConversionError: a file of the checkpoint is missing or damaged.
         """
         for outline in outlines:
@@ -275,15 +278,15 @@ class StateStream:
                 f"a tensor of shape {list(tensor.shape)} without memory is no state of an optimizer; a "
                 "defect of megarl"
             )
-        # Take the last state that begins at or before the address.
+        # The state that contains the address is the last one that begins at or before it.
         return self._places[
             bisect.bisect_right(self._places, tensor.storage_offset(), key=operator.attrgetter("first")) - 1
         ]
 
 
 def _is_of_main_group(replica_id: int | tuple[int, ...]) -> bool:
-    """Return whether a replica belongs to the data-parallel group of the main replica: its rank in that
-    group, which Megatron-Core puts last, is ignored."""
+    """Return whether a replica is in the main replica's data-parallel group. The last element of
+    ``replica_id``, its rank in that group, is ignored."""
     return isinstance(replica_id, int) or not any(replica_id[:-1])
 
 
@@ -295,8 +298,7 @@ def _read(
     last: int,
     values: torch.Tensor,
 ) -> None:
-    """Fill ``values`` with the elements from ``first - begin`` to ``last - begin`` of a tensor, read from the
-    checkpoint."""
+    """Fill ``values`` from the checkpoint with elements ``first - begin`` to ``last - begin`` of a tensor."""
     key, stored = outline.key, checkpoint.shape(outline.key)
     if tuple(outline.global_shape) != stored and not outline.allow_shape_mismatch:
         raise CheckpointError(
@@ -307,7 +309,7 @@ def _read(
     origin = outline.global_offset[outline.prepend_axis_num :]
     for box in boxes(outline.local_shape, first - begin, last - begin):
         count = math.prod(shape_of(box))
-        # Boxes come in row-major order, so that their elements are consecutive in the flat values.
+        # Boxes come in row-major order, so their elements are consecutive in ``values``.
         target, values = values[:count], values[count:]
         wanted = (
             *leading,
@@ -315,7 +317,7 @@ def _read(
         )
         there = intersection(wanted, whole(stored))
         if there != wanted:
-            # This layout has padding of the vocabulary that the writer's layout did not have.
+            # This layout pads the vocabulary further than the layout that wrote the checkpoint.
             target.zero_()
         if there is not None:
             inside = relative(there, wanted)
@@ -326,32 +328,31 @@ def _read(
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a storage without other values, because those would be saved as well. Contiguous
-    host memory is not copied."""
+    """Return the tensor in a storage that contains nothing else, because a save writes the whole storage.
+    Contiguous host memory is not copied."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
-    # View the tensor as a numpy array, which begins and ends with it. It is viewed as bytes, because numpy
-    # lacks some dtypes.
+    # A numpy view gets a new storage with the bounds of the tensor. View it as bytes, because numpy lacks
+    # some dtypes.
     values = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy()).view(tensor.dtype)
-    # Restore the strides, which are saved: dimensions of size 1 may have any stride.
+    # Restore the strides: they are saved too, and a dimension of size 1 may have any stride.
     return values.as_strided(tensor.shape, tensor.stride())
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that, one after another, contain the elements from ``start`` to ``stop`` of a tensor in
-    row-major order."""
+    """Yield boxes that together cover the elements from ``start`` to ``stop`` of a tensor, in row-major
+    order."""
     if start >= stop:
         return
     if len(shape) < 2:
         yield ((start, stop),) * len(shape)
         return
-    # There are at most three kinds of boxes per dimension: the rest of a row, whole rows, and the beginning
-    # of a row.
+    # Each dimension needs at most three boxes: the end of a row, whole rows, and the start of a row.
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are included as a whole
+    first, last = -(-start // row), stop // row  # the full rows in the range
     if first > last:  # inside one row
         for box in boxes(shape[1:], start - last * row, stop - last * row):
             yield ((last, first), *box)
@@ -365,15 +366,17 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class StreamedLoad(TorchDistLoadShardedStrategy):
-    """Megarl's load strategy: Megatron-Core's, which leaves outlines unchanged. Tensors that are read
-    directly into their final memory are returned as outlines, so that they are not copied to other memory
-    again.
+    """Megatron-Core's load strategy, except that tensors without memory (outlines) are left for
+    ``StateStream.fill``.
+
+    Tensors that were read directly into their final memory are returned as meta tensors too, so that nobody
+    copies them again.
 
     Args:
-        held: addresses of the memory that tensors belong in.
+        held: storage addresses of that final memory.
 
     Attributes:
-        outlines: the requested tensors that have no memory; for ``StateStream.fill``.
+        outlines: the requested outlines, for ``StateStream.fill``.
     """
 
     def __init__(self, held: Collection[int] = ()) -> None:
@@ -384,9 +387,9 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any
     ) -> dict[str, Any]:
-        """Load as Megatron-Core does, except that tensors of the meta device stay such, and tensors that are
-        read into ``held`` memory are returned as tensors of the meta device."""
-        # Megatron-Core would allocate host memory for an outline, and read all of it on every rank.
+        """Load like Megatron-Core, but return meta tensors for outlines and for tensors that were read into
+        ``held`` memory."""
+        # Megatron-Core would allocate host memory for an outline and read all of it on every rank.
         outlined, plain = extract_matching_values(
             sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
         )
@@ -397,7 +400,7 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
         return loaded
 
     def _without_memory(self, value: Any) -> Any:
-        # Compare storages, because DCP reads into the tensors that it is given, and so into the model itself.
+        # Compare storages: DCP reads into the tensors that it is given, which may be the model's own.
         there = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._held
         return torch.empty_like(value, device="meta") if there else value
 

@@ -1,11 +1,9 @@
-"""Transformer Engine: tests if this process can use the package, by importing it and not by looking for its
-files.
+"""Decides whether this process can use Transformer Engine, by importing it.
 
-Megatron-Core tries to import Transformer Engine, and treats an ImportError as its absence. Every other error
-ends the import of Megatron-Core, and with it the worker: a package without its torch extension raises
-RuntimeError, and a library that was built for another torch or another CUDA raises OSError. So ``find`` is
-called before Megatron-Core is imported, and if Transformer Engine cannot be used here, it is hidden from all
-later imports.
+Megatron-Core imports Transformer Engine and treats an ImportError as its absence. Any other error aborts the
+import of Megatron-Core and with it the worker: a package without its torch extension raises RuntimeError, and
+a library built for another torch or CUDA raises OSError. So ``find`` must run before Megatron-Core is
+imported; it hides an unusable Transformer Engine from all later imports.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ class Finding:
     """Result of the search for Transformer Engine.
 
     Attributes:
-        reason: why it cannot be used in this process; None if it can.
-        is_fault: True if it is installed and this process computes on a GPU, and yet it does not work.
+        reason: why this process cannot use it; None if it can.
+        is_fault: True if it should work (installed, and this process computes on a GPU) but does not.
     """
 
     reason: str | None = None
@@ -47,16 +45,16 @@ class Finding:
 
 @cache
 def find() -> Finding:
-    """Import Transformer Engine, or hide it from this process if it cannot be used; return the result."""
+    """Import Transformer Engine, or hide it from this process if it cannot be used."""
     if importlib.util.find_spec(PACKAGE) is None:
         return Finding("it is not installed")
-    # Hide it on a CPU even if it is installed, because its layers have only CUDA kernels.
+    # Hide it on a CPU, because its layers have only CUDA kernels.
     if not will_use_cuda():
         _hide()
         return Finding("this process computes on a CPU")
     try:
         importlib.import_module(f"{PACKAGE}.pytorch")
-    # Catch any error: a mismatched library raises OSError or RuntimeError, not only ImportError.
+    # A mismatched library raises OSError or RuntimeError, not only ImportError.
     except Exception as error:
         _hide()
         return Finding(_told("it cannot be imported", error), is_fault=True)
@@ -64,7 +62,7 @@ def find() -> Finding:
 
 
 def _hide() -> None:
-    """Make every later import fail as if Transformer Engine were not installed; parts of it may already be
+    """Make every later import fail as if Transformer Engine were not installed. Parts of it may already be
     imported."""
     for name in list(sys.modules):
         if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch"):
@@ -80,11 +78,10 @@ def _told(what: str, error: Exception) -> str:
 
 @cache
 def try_it() -> Finding:
-    """Find Transformer Engine and, if it was imported, run one small layer forward and backward on the device
-    of this process; return the result.
+    """Find Transformer Engine and, if it was imported, run one small layer forward and backward on this
+    process's device.
 
-    Libraries that load may still not fit the device or its driver. The random-number state of this process
-    does not change.
+    Libraries that load may still not match the device or its driver. The random-number state is preserved.
     """
     finding = find()
     if finding.reason is not None:
@@ -96,7 +93,7 @@ def try_it() -> Finding:
                 _WIDTH, _WIDTH, params_dtype=torch.bfloat16, device=str(device)
             )
             layer(torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)).sum().backward()
-        # A kernel's failure is reported when the host waits for the device, not at the launch.
+        # A kernel failure is reported when the host synchronizes, not at the launch.
         runtime().synchronize()
     except Exception as error:
         return Finding(_told("a small layer of it fails on this device", error), is_fault=True)
@@ -104,21 +101,22 @@ def try_it() -> Finding:
 
 
 def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
-    """Return whether the layers of a policy are Transformer Engine's. All ranks must agree, because ranks
-    with different layers would wait for collectives that the others never run. A collective over the world,
-    if it is initialised, unless the configuration rules Transformer Engine out.
+    """Return whether the policy's layers are Transformer Engine's.
+
+    All ranks must agree, because ranks with different layers would wait for each other's collectives.
+    Collective over the world, if it is initialised, unless the configuration rules Transformer Engine out.
 
     Args:
-        policy: the policy configuration, filled in.
-        has_experts: the model is a mixture of experts.
+        policy: the policy configuration with defaults filled in.
+        has_experts: the model is a mixture-of-experts model.
 
     Raises:
-        ConfigError: the configuration requires it, and it cannot be used on every rank.
+        ConfigError: the configuration requires Transformer Engine, but some rank cannot use it.
     """
     wanted = policy["megatron_cfg"]["transformer_engine"]
     if wanted is False or (wanted == AUTO and prefers_portable_layers(policy, has_experts=has_experts)):
         return False
-    # The configuration is the same on all ranks, so that either all or none reach this collective.
+    # The configuration is equal on all ranks, so all of them reach this collective or none.
     finding = try_it()
     on_all, on_any = _agreed(finding.reason is None)
     if on_all:
@@ -137,21 +135,22 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
 
 
 def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
-    """Return whether a model trains faster without Transformer Engine, as far as that was measured: a dense
-    model in bfloat16 does, at 0.61 of the matrix-product rate against 0.57 (1.5 billion parameters on an
-    H200, ``benchmarks/results/gpu``). Nothing else was measured. A policy with adapters always prefers the
-    portable layers, because adapters exist only for them."""
+    """Return whether ``auto`` should choose layers without Transformer Engine.
+
+    Dense models in bfloat16 train faster without it: at 0.61 of the rate of a large matmul against 0.57 (1.5
+    billion parameters on an H200, ``benchmarks/results/gpu``). Nothing else was measured. Adapters always
+    need the portable layers.
+    """
     if adapters_of(policy) is not None:
         return True
     return policy["precision"] == "bfloat16" and not has_experts
 
 
 def _agreed(works: bool) -> tuple[bool, bool]:
-    """Return whether ``works`` is True on all ranks, and whether it is on any rank. A collective over the
-    world."""
+    """Return whether ``works`` is True on all ranks, and whether it is on any. Collective over the world."""
     if not dist.is_initialized():
         return works, works
-    # One MIN computes both: the minimum of the negated values is minus their maximum.
+    # One MIN reduction computes both: the minimum of the negated values is minus their maximum.
     least = torch.tensor([int(works), -int(works)], device=runtime().device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     on_all, on_any = least.tolist()

@@ -1,7 +1,7 @@
-"""The low-rank adapter of an embedding, whose rows are divided over the tensor-parallel ranks.
+"""Low-rank adapter of an embedding whose rows are divided over the tensor-parallel ranks.
 
-A rank has the columns of A for its own tokens; B is whole. A token's column of A is reduced over the ranks in
-the same way as its row of the embedding, and is then multiplied by B.
+A rank holds the columns of A for its own tokens, and all of B. A token's column of A is reduced over the
+ranks like its row of the embedding, then multiplied by B.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megarl.models.megatron.hf_state import ADAPTER
 
 
 class EmbeddingAdapter(nn.Module):
-    """The adapter of an embedding, without dropout, as in PEFT.
+    """Adapter of an embedding, without dropout, as in PEFT.
 
-    Its parameters are ``lora_A`` [rows of the embedding, r], the columns of A, and ``lora_B`` [H, r].
+    Its parameters are ``lora_A`` [rows of the embedding, r], which is A transposed, and ``lora_B`` [H, r].
 
     Args:
-        embedding: the embedding's part on this tensor-parallel rank.
-        rule: the rule of the embedding's weight.
-        settings, switch: settings and switch of all adapters.
+        embedding: this tensor-parallel rank's shard of the embedding.
+        rule: mapping rule of the embedding's weight.
+        settings, switch: adapter settings and on-off switch of the model.
     """
 
     def __init__(self, embedding: Any, rule: Rule, settings: AdapterSettings, switch: AdapterSwitch) -> None:
@@ -47,25 +47,25 @@ class EmbeddingAdapter(nn.Module):
     def _new(self, weight: torch.Tensor, rows: int, *, is_cut: bool) -> nn.Parameter:
         parameter: Any = nn.Parameter(weight.new_zeros(rows, self._settings.rank))
         set_tensor_model_parallel_attributes(parameter, is_parallel=is_cut, dim=0, stride=1)
-        # B is complete on all ranks, each of which sees a part of the sequence, so that Megatron-Core must
-        # sum its gradients.
+        # B is replicated, but each rank sees only a part of the sequence, so Megatron-Core must sum its
+        # gradients.
         parameter.sequence_parallel = self._scatters and not is_cut
         return parameter
 
     @torch.no_grad()
     def fill(self, first: FirstFactors) -> None:
-        """Set the factors to their initial values. Rows after the end of the vocabulary stay zero."""
+        """Set the factors to their initial values; padding rows of the vocabulary stay zero."""
         own = first.read(self._module, "A", self._shape[0]).T[self._start : self._start + len(self.lora_A)]
         self.lora_A[: len(own)].copy_(own)
         self.lora_B.copy_(first.read(self._module, "B", self._shape[1]))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the embedding's output for tokens [B, s]: [B, s, H], or [s of this rank, B,
-        H]."""
+        """Return the term that is added to the embedding's output for tokens [B, s]: [B, s, H], or [s of this
+        rank, B, H] under sequence parallelism."""
         local = tokens - self._start
         elsewhere = (local < 0) | (local >= len(self.lora_A))
-        # Look up row 0 for tokens of other ranks and set it to zero, as Megatron-Core's embedding does; the
-        # sum over ranks fills it in.
+        # For tokens of other ranks look up row 0 and zero the result, as Megatron-Core's embedding does; the
+        # sum over the ranks fills them in.
         columns = F.embedding(local.masked_fill(elsewhere, 0), self.lora_A).masked_fill(
             elsewhere[..., None], 0
         )
@@ -82,15 +82,15 @@ class EmbeddingAdapter(nn.Module):
         return merged(weight.detach(), self.lora_A, self.lora_B.T, self._settings.scaling)
 
     def factors(self) -> Iterator[tuple[str, str, torch.Tensor, int | None]]:
-        """Yield the factors as ``Adapter`` does, with A transposed."""
+        """Yield the factors as ``Adapter.factors`` does; A is transposed."""
         yield self._module, "A", self.lora_A.detach(), 0
         yield self._module, "B", self.lora_B.detach(), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return A and B for a checkpoint. A's shape may differ there, because each layout pads the
-        vocabulary differently."""
+        """Return the sharded state dict of A and B. The shape of A may differ from the checkpoint's, because
+        layouts pad the vocabulary to different sizes."""
         state = make_sharded_tensors_for_checkpoint(
             {"linear_in.weight": self.lora_A, "linear_out.weight": self.lora_B},
             prefix,
@@ -107,17 +107,18 @@ class EmbeddingAdapter(nn.Module):
 
 
 class AdaptedEmbedding(VocabParallelEmbedding):
-    """Megatron-Core's embedding with an adapter; a checkpoint contains only the adapter."""
+    """Megatron-Core's embedding with an adapter. Its sharded state dict contains only the adapter."""
 
     adapter: EmbeddingAdapter
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the embedding of tokens [B, s] as [B, s, H], or [s of this rank, B, H]."""
+        """Return the embedding of tokens [B, s] as [B, s, H], or as [s of this rank, B, H] under sequence
+        parallelism."""
         output: torch.Tensor = super().forward(input_)
         return output + self.adapter(input_) if self.adapter.switch.is_on else output
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the sharded state of the adapter; see ``EmbeddingAdapter``."""
+        """Return the adapter's sharded state dict; see ``EmbeddingAdapter``."""
         return self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)

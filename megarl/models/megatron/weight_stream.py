@@ -1,10 +1,10 @@
-"""The weights of a sharded model as full Hugging Face tensors, in one order for all layouts: the stream of
+"""Streams the weights of a sharded model as full Hugging Face tensors, in one order for all layouts; used by
 exports and refits.
 
-The location of each parameter is determined once. After that no names or shapes are sent: parameters that are
-adjacent in the order and on the same ranks are gathered together in buckets, and while one bucket is unpacked
-the next is in flight. A mixture of many experts has tens of thousands of tensors, and Python work for each
-would take longer than the copies, so there is at most one call per tensor.
+The location of each parameter is computed once; after that no names or shapes are sent. Parameters that are
+adjacent in the order and stored on the same ranks are gathered in buckets, and the next bucket is in flight
+while one is unpacked. Mixture-of-experts models have tens of thousands of tensors, for each of which Python
+work would take longer than the copy, so there is at most one call per tensor.
 """
 
 from __future__ import annotations
@@ -55,17 +55,18 @@ def assembly_of(
     slices: Slices = MappingProxyType({}),
     begins: Sequence[Mapping[int, int]] | None = None,
 ) -> UnshardPlan:
-    """Return a plan that builds the Hugging Face tensors of parameters, or slices of them, from shards in one
-    flat tensor.
+    """Return a plan that builds the Hugging Face tensors of some parameters, or slices of them, from shards
+    in one flat tensor.
 
     Args:
-        rules: rules of the parameters.
-        shapes: shape of a shard of each parameter, the same on all ranks.
+        rules: mapping rules of the parameters.
+        shapes: shape of one shard of each parameter, equal on all ranks.
         ranks: number of ranks that have shards.
         architecture: the model.
-        slices: the wanted slices, by name; other tensors are built in full.
-        begins: for each parameter, the index of the first element of each rank's shard, by rank, for the
-            shards that are present. By default all are present, each rank's shards in order, rank after rank.
+        slices: slices to build, by tensor name; tensors without a slice are built in full.
+        begins: for each parameter, the index of the first element of each rank's shard in the flat tensor, by
+            rank; ranks whose shard is missing are absent. By default the flat tensor has the shards of all
+            parameters of rank 0, then those of rank 1, and so on.
 
     Raises:
         ConversionError: the shards do not have the shapes that the architecture requires.
@@ -87,12 +88,12 @@ def _tensors(
     begins: Sequence[Mapping[int, int]],
 ) -> Iterator[FullTensor]:
     for rule, shape, there in zip(rules, shapes, begins, strict=True):
-        # A tied output layer repeats the embedding, which has already emitted the weight.
+        # Skip a tied output layer: its weight was already emitted as the embedding.
         if not rule.emits:
             continue
         layouts = _layouts(rule, tuple(shape), ranks, architecture)
-        # Take the first rank's shard of copies: all are equal, and in the order of ranks every rank decides
-        # alike.
+        # Read a replicated parameter from the lowest rank that has it. The copies are equal, and every rank
+        # must make the same choice.
         shards = sorted(there.items())[: 1 if rule.kind is Kind.REPLICATED else None]
         for number, part in enumerate(rule.parts):
             where = slices.get(part.name)
@@ -105,13 +106,13 @@ def _tensors(
 
 
 def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Slices]) -> bool:
-    """Return whether every rank's own shard of a parameter contains all that the engine's rank on the same
-    device reads of the parameter.
+    """Return whether each rank's own shard of a parameter contains everything that the engine rank on the
+    same device reads of it.
 
     Args:
-        rule: rule of the parameter.
-        layouts: layouts of the shards, by rank.
-        wanted: by rank, the slices that the engine's rank on its device reads.
+        rule: mapping rule of the parameter.
+        layouts: shard layouts, one per rank.
+        wanted: for the same ranks, the slices that the engine rank on that rank's device reads.
     """
     for number, part in enumerate(rule.parts) if rule.emits else ():
         for layout, slices in zip(layouts, wanted, strict=True):
@@ -121,24 +122,30 @@ def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Sl
 
 
 def _is_read(rule: Rule, slices: Slices) -> bool:
-    """Return whether an engine's rank with these slices reads any part of a parameter."""
+    """Return whether an engine rank with these slices reads any part of a parameter."""
     return any(part.name not in slices or slices[part.name].length > 0 for part in rule.parts)
 
 
 class Reach(enum.IntEnum):
-    """Distance that the shards of a parameter are sent within a pipeline stage."""
+    """The ranks of a pipeline stage to which the shards of a parameter are sent."""
 
     OWN = 0
-    """Not sent: each rank has what is read on its device."""
+    """Not sent: each rank already has what is read on its device."""
     TENSOR = 1
-    """Sent to the ranks that the parameter is sharded over."""
+    """Sent to the ranks over which the parameter is sharded."""
     ALL = 2
-    """Sent to those ranks and, for an expert, to the ranks that experts are divided over."""
+    """Sent to those ranks and, for an expert, to all ranks over which experts are divided."""
 
 
 class Beside(NamedTuple):
-    """The ranks that identify the shards of a process, and the engine's rank that reads on its device; -1 for
-    none."""
+    """A rank's position in the groups over which parameters are sharded, and the engine rank on its
+    device.
+
+    Attributes:
+        tensor, expert_tensor: rank in the tensor-parallel and in the expert-tensor-parallel group.
+        owner: rank in the expert-parallel group.
+        engine: engine rank that reads on this device; -1 for none.
+    """
 
     tensor: int
     expert_tensor: int
@@ -153,14 +160,14 @@ def reach_of(
     wanted: Sequence[Slices],
     everybody: Collection[Beside],
 ) -> Reach:
-    """Return how far the shards of a parameter must be sent so that each rank has what is read on its device.
+    """Return the smallest ``Reach`` with which each rank gets the data that is read on its device.
 
     Args:
-        rule: rule of the parameter.
-        owner: the expert-parallel rank that has an expert; ignored for other parameters.
-        layouts: layouts of the shards, by rank among those that the parameter is sharded over.
-        wanted: the slices that each rank of an engine reads.
-        everybody: all ranks.
+        rule: mapping rule of the parameter.
+        owner: expert-parallel rank that has the expert; ignored for other parameters.
+        layouts: shard layouts, by rank in the group over which the parameter is sharded.
+        wanted: slices that each engine rank reads.
+        everybody: positions of all ranks.
     """
     of_expert = is_expert(rule.megatron_name)
     own_layouts, own_slices = [], []
@@ -176,9 +183,9 @@ def reach_of(
 
 
 def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
-    """Return whether a shard contains a slice of part ``number``, or the whole part if ``where`` is None;
-    spans that it contains do not overlap."""
-    # An engine with expert parallelism reads nothing of other ranks' experts.
+    """Return whether a shard contains slice ``where`` of part ``number``, or the whole part if ``where`` is
+    None. The shard's spans must not overlap."""
+    # An engine with expert parallelism has empty slices for the experts of its other ranks.
     if where is not None and not where.length:
         return True
     start, stop = (
@@ -200,8 +207,11 @@ def layouts_of(rule: Rule, ranks: int, padded_vocab: int, architecture: Architec
 
 
 def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Architecture) -> list[ShardLayout]:
-    """Return the layouts of a parameter's shards, by rank; raise a ConversionError if one does not have the
-    given shape."""
+    """Return the layouts of a parameter's shards, by rank.
+
+    Raises:
+        ConversionError: a shard should have another shape than ``shape``.
+    """
     layouts = layouts_of(rule, ranks, shape[0] * ranks if rule.kind is Kind.VOCAB else 0, architecture)
     for rank, layout in enumerate(layouts):
         if layout.shape != shape:
@@ -216,10 +226,11 @@ def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Archi
 def _copies(
     layout: ShardLayout, number: int, whole: Sequence[int], begin: int, where: Slice | None = None
 ) -> Iterator[Copy]:
-    """Yield the copies of part ``number``, of shape ``whole``, or of a slice of it, from one shard that
-    begins at ``begin``.
+    """Yield the copies from one shard into part ``number`` of shape ``whole``, or into slice ``where`` of
+    it.
 
-    Shard and slice are treated as matrices, with all dimensions but the first as columns.
+    ``begin`` is the index of the shard's first element. Shard and slice are treated as matrices: all
+    dimensions but the first are flattened into columns.
     """
     wanted = [range(whole[0]), range(math.prod(whole[1:]))]
     if where is not None:
@@ -243,7 +254,7 @@ def _copies(
             source = begin + first[0] * width + first[1]
             target = (both[0].start - wanted[0].start) * len(wanted[1]) + both[1].start - wanted[1].start
             rows, columns = map(len, both)
-            # If both sides have whole rows, use one plain copy of contiguous memory instead of a strided one.
+            # Full rows on both sides are contiguous: one plain copy is faster than a strided one.
             if rows * columns and columns == width == len(wanted[1]):
                 yield Copy.run_of(rows * columns, source, target)
             elif rows * columns:
@@ -253,8 +264,14 @@ def _copies(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Location of one parameter: its pipeline stage, its expert-parallel rank (0 if all ranks have it), and
-    the shape and dtype of a rank's shard."""
+    """Location of one parameter.
+
+    Attributes:
+        rule: mapping rule of the parameter.
+        stage: pipeline stage.
+        owner: expert-parallel rank; 0 for parameters that all ranks have.
+        shape, dtype: shape and dtype of one rank's shard.
+    """
 
     rule: Rule
     stage: int
@@ -268,36 +285,36 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a shard."""
+        """Bytes of one shard."""
         return self.shape.numel() * self.dtype.itemsize
 
 
-# A parameter with those that are always gathered together with it: none, or equally many experts of each
+# Parameters that are always gathered together: a single one, or the same number of experts from each
 # expert-parallel rank.
 _Unit = tuple[_Entry, ...]
 
 
 class _Bucket:
-    """Adjacent parameters of one pipeline stage and dtype whose shards are sent equally far.
+    """Adjacent parameters of one pipeline stage and dtype whose shards are sent to the same ranks.
 
-    Shards are stored in rows of equal length, one row per rank. The rows are those of all ranks that have
-    shards, of the one rank that has them, or of this rank alone.
+    The shards form rows of equal length, one row per contributing rank. These are all ranks that have shards,
+    the one expert-parallel rank that has them, or this rank alone.
 
     Args:
         entries: the parameters.
         reach: how far the shards are sent.
         experts: the expert groups if the parameters belong to experts, else None.
-        cut: the groups of the ranks that the parameters are sharded over.
+        cut: the groups over which the parameters are sharded.
         architecture: the model.
-        slices: the slices that are read here, by name.
+        slices: slices that are read on this device, by tensor name.
 
     Attributes:
         first: the first parameter.
         rows, length: number of rows, and of elements per row.
-        row, names: index of this rank's row, and the parameters in that row.
-        source: expert-parallel rank that broadcasts; None if none does.
-        group: ranks whose rows are gathered then; None if there is one row.
-        unshard_plan: builds the tensors.
+        row, names: index of this rank's row, and names of the parameters in it.
+        source: expert-parallel rank that broadcasts its row; None for no broadcast.
+        group: group over which rows are all-gathered; None for no all-gather.
+        unshard_plan: plan that builds the tensors from the rows.
     """
 
     def __init__(
@@ -315,14 +332,15 @@ class _Bucket:
         owners, self.source, self.group = [own], None, cut.tensor if len(shard_ranks) > 1 else None
         if reach is Reach.ALL and experts is not None and experts.model_size > 1:
             owners = sorted({entry.owner for entry in entries})
-            # Broadcast experts that only one rank has; gather rounds, which have equally many experts of each
-            # rank, in one all-gather.
+            # If one rank owns all experts of the bucket, it broadcasts them. Otherwise each rank owns the
+            # same number, and a single all-gather is enough.
             if len(owners) == 1:
                 self.source = owners[0]
             else:
                 self.group = experts.tensor_and_model
         self.rows = len(owners) * len(shard_ranks)
-        # If this rank has none of these experts, use the row of the same shard on the one rank that has them.
+        # A rank without these experts receives the row of its expert-tensor-parallel counterpart that has
+        # them.
         self.row = (owners.index(own) if own in owners else 0) * len(shard_ranks) + shard_ranks.index(
             cut.tensor_rank
         )
@@ -358,28 +376,27 @@ def _set_out(
     *,
     everywhere: bool,
 ) -> InFlightBucket:
-    """Start sending a bucket to all ranks of its pipeline stage, or of all stages, that read from it; return
-    the bucket in flight.
+    """Start sending a bucket to the ranks that read it, and return the bucket in flight.
 
     Args:
         bucket: the bucket.
         held: this rank's shards by name.
         groups, experts: the process groups.
         spare: provides memory for the bucket.
-        everywhere: send to all stages.
+        everywhere: send to all pipeline stages instead of the bucket's own stage only.
     """
     device = held[next(iter(held))].device
-    # Reuse an earlier bucket's memory if possible: the kernel would have to clear new pages for every bucket.
+    # Reuse an earlier bucket's memory if possible, because the kernel has to clear newly allocated pages.
     shards = spare.empty(bucket.rows * bucket.length, bucket.first.dtype, device).view(
         bucket.rows, bucket.length
     )
     pending: dist.Work | None = None
-    # A rank may have none of the experts of a bucket that is not sent.
+    # Without an exchange, a rank that has none of the bucket's experts has an empty row.
     if bucket.length and groups.pipeline_rank == bucket.first.stage:
         own = shards[bucket.row]
         if bucket.names:
             torch.cat([held[name].flatten() for name in bucket.names], out=own)
-            # Check the size, because torch.cat resizes an output of another size instead of failing.
+            # Check the size, because torch.cat resizes an output of the wrong size instead of failing.
             if len(own) != bucket.length:
                 raise StateError(
                     f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters after it "
@@ -396,7 +413,7 @@ def _set_out(
             if pending is not None:
                 pending.wait()
             pending = dist.all_gather_into_tensor(shards.view(-1), own, group=bucket.group, async_op=True)
-    # Broadcast full rows after they are gathered, so that the other stages need no gather of their own.
+    # Broadcast between stages after the gather, so that the other stages need no gather of their own.
     if everywhere and groups.pipeline_size > 1 and bucket.length:
         if pending is not None:
             pending.wait()
@@ -406,16 +423,15 @@ def _set_out(
 
 
 class WeightStream:
-    """A stream of all weights of a model, which can be read any number of times.
+    """Stream of all weights of a model, which can be read any number of times.
 
     Args:
-        chunks: the unwrapped models of this rank's chunks.
+        chunks: the unwrapped model chunks of this rank.
         architecture: the model.
         groups, experts: the process groups.
-        bucket_bytes: size limit of all shards that are gathered together, unless those of one parameter alone
-            are larger.
-        exported: turns this rank's shards into the shards that are sent; its result may compute a shard when
-            the shard is read.
+        bucket_bytes: maximum bytes of the shards gathered together, unless a single parameter is larger.
+        exported: maps this rank's shards, by name, to the shards to send. Its result may compute a shard on
+            access, as for merged adapters.
     """
 
     def __init__(
@@ -442,31 +458,35 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the
-        order of the mapping rules. If the experts of a layer are divided over ranks and take more than a
-        bucket, each bucket has the same number of experts from each rank.
+        order of the mapping rules.
 
-        Collective: all ranks must read the same number of tensors. Tensors are contiguous and are not reused;
-        but many share one storage, which is freed only when none of them is referenced. Memory beyond the
-        model is at most five buckets of ``bucket_bytes`` (or of the largest parameter); a family that stores
-        all experts of a layer in one tensor needs memory for these in addition.
+        If the experts of a layer are divided over ranks and exceed one bucket, each bucket has the same
+        number of experts from each rank.
+
+        Collective: all ranks must read the same number of tensors. Tensors are contiguous and never
+        overwritten later, but many share one storage, which is freed only when none of them is referenced.
+        The stream needs up to five buckets of ``bucket_bytes`` (or of the largest parameter) in addition to
+        the model. A family that stores all experts of a layer in one tensor needs memory for that tensor too.
         """
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
-        """Agree on the slices that ``sliced`` yields from now on: those that the engine's rank on each device
+        """Agree on the slices that ``sliced`` yields from now on: those that the engine rank on each device
         reads. Collective, after one pass through the weights.
 
-        A weight is not gathered if each rank's own shard contains all that is read on its device. An expert
-        stays on its rank if the devices of other ranks read nothing of it. Other weights are gathered and
-        sliced.
+        A weight is not gathered if each rank's own shard contains everything that is read on its device. An
+        expert is not sent to devices that read nothing of it. Other weights are gathered and then sliced.
 
         Args:
-            wanted: the slices that each rank of an engine reads.
-            beside: the engine's rank that reads on this device; -1 for none.
+            wanted: the slices that each engine rank reads.
+            beside: the engine rank that reads on this device; -1 for none.
 
         Returns:
-            The slice that is read here of each weight that some engine rank does not read in full; the names
-            are the same on all ranks. Empty if there are devices on which no engine rank reads.
+            The slice read on this device, for each weight that some engine rank does not read in full; the
+            names are equal on all ranks. Empty if a device has no engine rank.
+
+        Raises:
+            StateError: there was no pass through the weights yet.
         """
         if self._buckets is None:
             raise StateError(
@@ -497,7 +517,7 @@ class WeightStream:
         return dict(self._slices)
 
     def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
-        """Return how far the shards of parameters that are sent together must be sent."""
+        """Return the reach of a unit, whose parameters are sent together; see ``reach_of``."""
         ranks = self._cut(unit[0]).tensor_size
         reach = Reach.OWN
         for entry in unit:
@@ -506,22 +526,24 @@ class WeightStream:
         return reach
 
     def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return what the engine's rank on this device reads, in the order of all weights: the agreed slices,
-        and the other weights in full. Collective."""
+        """Yield what the engine rank on this device reads: the agreed slices, and the other weights in full,
+        in the order of ``__iter__``. Collective."""
         return self._joined(
             GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices
         )
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the weights of this rank's pipeline stage, in the order of all weights. Collective among the
-        ranks of the stage, except for the first pass over the weights, which is collective over all ranks."""
+        """Yield the weights of this rank's pipeline stage, in the order of ``__iter__``.
+
+        Collective over the ranks of the stage; the first pass over the weights is collective over all ranks.
+        """
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
     def _joined(
         self, gather_stream: GatherStream, slices: Slices = MappingProxyType({})
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the tensors, after joining those that a family stores in one tensor; of the joined tensors
-        only the slices, if any are given."""
+        """Join the weights that the model family stores in one tensor, and cut joined tensors to their
+        slices."""
         if self._all_alone:
             return gather_stream
         alone = {part.name for part in hf_tensors(self._architecture) if part.alone}
@@ -533,11 +555,11 @@ class WeightStream:
         )
 
     def names_by_stage(self) -> list[list[str]]:
-        """Return the names that ``of_stage`` yields on each pipeline stage, from the plan and without reading
-        weights. Local.
+        """Return the tensor names that ``of_stage`` yields on each pipeline stage. Local: the names come from
+        the plan.
 
         Raises:
-            StateError: there is no plan before the first pass through the weights.
+            StateError: there was no pass through the weights yet, so there is no plan.
         """
         if self._buckets is None:
             raise StateError(
@@ -550,7 +572,7 @@ class WeightStream:
         return names
 
     def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names that a stage exports, with tensors that have a shape but no memory."""
+        """Yield the names that a stage exports, with meta tensors of the right shapes."""
         for bucket in self._buckets or ():
             if bucket.first.stage == stage:
                 yield from bucket.unshard_plan.tensors(
@@ -560,27 +582,30 @@ class WeightStream:
     def _arrivals(
         self, spare: SpareMemory, *, everywhere: bool, sliced: bool = False
     ) -> Iterator[InFlightBucket]:
-        """Yield the buckets in order; each is sent when it is requested."""
+        """Yield the buckets in order; a bucket is sent when it is requested."""
         if self._buckets is None:
-            # Use the rules' names, which Transformer Engine's names are mapped to.
+            # Store tensors under the names of the mapping rules, because Transformer Engine's layers have
+            # other names.
             named = places_of(self._chunks, self._experts)
             self._places = {rule_for(name, self._architecture).megatron_name: place for name, place in named}
         held: Mapping[str, torch.Tensor] = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
-        # Do this after the plan, which needs only names and shapes: adapters are merged per bucket.
+        # Wrap the shards after planning, which needs only names and shapes: adapters are then merged one
+        # bucket at a time.
         held = self._exported(held)
         for bucket in self._sliced if sliced else self._buckets:
             if everywhere or bucket.first.stage == self._groups.pipeline_rank:
                 yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
-        """Divide all parameters, in their order, into buckets, the same on all ranks. This is the only
-        exchange of names and shapes."""
+        """Divide all parameters, in order, into buckets that are equal on all ranks. Names and shapes are
+        exchanged only here."""
         listing = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
         stages = gather_objects(listing, self._groups.pipeline)
         entries = (self._entry(rule, stages) for rule in all_rules(self._architecture))
-        # Group without sorting, because the order of all weights is the order in which they are exported.
+        # Group neighbours only: sorting would change the order of export, on which all ranks and receivers
+        # rely.
         alike = itertools.groupby(
             entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype)
         )
@@ -590,14 +615,16 @@ class WeightStream:
         return self._in_buckets([(unit, Reach.ALL) for unit in self._units], {})
 
     def _units_of(self, entries: Sequence[_Entry]) -> Iterator[_Unit]:
-        """Split adjacent parameters into units that are gathered together. If experts are divided over ranks,
-        a unit has the same number of experts from each rank, gathered by one all-gather. If even a single
-        expert of each rank takes more than a bucket, each parameter is its own unit."""
+        """Split adjacent parameters into units that are gathered together.
+
+        If experts are divided over ranks, a unit has the same number of experts from each rank and takes one
+        all-gather. If one expert from each rank exceeds a bucket, each parameter is its own unit.
+        """
         rounds: dict[str, list[tuple[int, _Entry]]] = {}
         if is_expert(entries[0].name) and self._experts.model_size > 1:
             for place, entry in enumerate(entries):
-                # A round is the same local expert of all ranks, whose names are equal without their rank's
-                # offset.
+                # A round is the same local expert on all ranks. Subtracting each rank's offset gives all of
+                # them one name.
                 rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append(
                     (place, entry)
                 )
@@ -619,7 +646,7 @@ class WeightStream:
             yield tuple(entry for _, entry in places)
 
     def _in_buckets(self, units: Sequence[tuple[_Unit, Reach]], slices: Slices) -> list[_Bucket]:
-        """Group adjacent units whose shards are sent in the same way into buckets."""
+        """Group adjacent units whose shards are sent to the same ranks into buckets."""
         found = []
         for (_, of_experts, _, reach, _), run in itertools.groupby(units, key=lambda one: self._way(*one)):
             experts = self._experts if of_experts else None
@@ -633,13 +660,13 @@ class WeightStream:
         return found
 
     def _way(self, unit: _Unit, reach: Reach) -> tuple[Any, ...]:
-        """Return the key that adjacent units must share to be in one bucket; it includes the ranks that own
-        the experts if the shards are sent to all ranks."""
+        """Return the key that adjacent units must share to be in one bucket. It includes the owners of the
+        experts if shards are sent to all ranks."""
         owners = sorted({entry.owner for entry in unit}) if reach is Reach.ALL else ()
         return unit[0].stage, is_expert(unit[0].name), unit[0].dtype, reach, owners
 
     def _bytes_in_stream(self, unit: _Unit, reach: Reach) -> int:
-        """Return the bytes of the shards that a rank receives."""
+        """Return the bytes of shards that each rank receives."""
         owners: collections.Counter[int] = collections.Counter()
         for entry in unit:
             owners[entry.owner] += entry.nbytes
@@ -652,8 +679,11 @@ class WeightStream:
         return (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size
 
     def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
-        """Return the location of a parameter. An expert of another rank has the shape of this rank's
-        corresponding expert."""
+        """Return the location of a parameter.
+
+        For an expert of another rank, look up this rank's expert at the same local index, which has the same
+        shape.
+        """
         name, owner = rule.megatron_name, 0
         if is_expert(name):
             owner = expert_index(name) // self._share
