@@ -82,8 +82,7 @@ class MetricsFile:
                     bytes_before_dropped = bytes_before_dropped if dropped else bytes_kept
                     dropped += 1
                 else:
-                    # Keep the line's bytes, because encoding the row again could change the form of its
-                    # numbers.
+                    # Keep the line itself, so that its row need not be encoded again.
                     kept.append(line)
                     bytes_kept += len(line)
         if not dropped:
