@@ -1,4 +1,4 @@
-"""``megarl status``: shows the status of a run, for a person or as JSON."""
+"""Implementation of ``megarl status``: print the state of a run as text or JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MISMATCH = "train/token_mult_prob_error"
 ROLLOUT_AGE = "train/rollout_age"
 MEMORY, PEAK_MEMORY = "performance/memory_gib", "performance/peak_memory_gib"
 KL = "train/kl_penalty"
-# A name, the metrics to look for, and whether more is better (None: neither).
+# (title, metric names in order of preference, whether larger values are better; None if neither is).
 SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
     ("reward", REWARD_NAMES, True),
     ("validation accuracy", ACCURACY_NAMES, True),
@@ -60,10 +60,10 @@ _NOTHING = Series((), ())
 
 
 def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
-    """Print the status of a run, and return 0 whatever its state is.
+    """Print the status of a run, and return 0 in any state of the run.
 
     Raises:
-        DataError: the directory is not that of a run.
+        DataError: the directory is not a run.
     """
     state = read_run_state(Path(directory), hashes)
     if as_json:
@@ -75,12 +75,12 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
 
 
 def as_plain(state: RunState) -> dict[str, Any]:
-    """Return the state as JSON data.
+    """Return the state as JSON-compatible data.
 
-    Displayed metrics, the mismatch and memory have their last, first, smallest and largest values.
-    ``reward_errors`` and ``reward_timeouts`` have their sums over all steps, if there are any.
+    The metrics of ``SHOWN``, the mismatch and the memory have their last, first, smallest and largest value.
+    ``reward_errors`` and ``reward_timeouts`` are summed over all steps, and omitted if 0.
     """
-    fields = asdict(replace(state, series={}))  # asdict would copy the series number by number
+    fields = asdict(replace(state, series={}))  # ``asdict`` would copy the series number by number.
     del fields["series"]
     wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
     wanted |= {
@@ -109,7 +109,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
 
 
 def render(state: RunState) -> RenderableType:
-    """Return the status as text that fits 80 columns unless names are longer."""
+    """Return the status as text that fits 80 columns, unless names are longer."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -127,7 +127,7 @@ def render(state: RunState) -> RenderableType:
 
 
 def facts(state: RunState) -> Iterator[tuple[str, Text]]:
-    """Yield the facts of a run with their names, for the terminal and the report."""
+    """Yield (name, text) for the facts about a run; used by the terminal output and the report page."""
     what = " ".join(
         part
         for part in (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}")
@@ -146,7 +146,7 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     yield "progress", _progress(state)
     if state.launches:
         restarts, last = len(state.launches) - 1, state.launches[-1]
-        # A launch in which no step began has no first step to name.
+        # A launch that failed early has no first step.
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
         start = (
             "started"
@@ -182,8 +182,8 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
 
 
 def _rollouts_text(state: RunState) -> str:
-    """Describe the age of responses that are sampled during training, and whether training or the engines
-    wait."""
+    """Describe, for an asynchronous run, the age of responses and how long training and engines wait for each
+    other."""
     age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
     waits = [
         (who, state.phases.get(phase, 0.0))
@@ -205,7 +205,7 @@ def _rollouts_text(state: RunState) -> str:
 
 
 def _restarts_text(launches: Sequence[Launch]) -> str:
-    """Describe the restarts within launches, with the last reason; empty if there were none."""
+    """Describe the restarts within launches and the last reason; empty if there were none."""
     counts = {what: restarts_within(launches, what) for what in (WORKERS, ENGINES)}
     if not any(counts.values()):
         return ""
@@ -217,6 +217,7 @@ def _restarts_text(launches: Sequence[Launch]) -> str:
 
 
 def _progress(state: RunState) -> Text:
+    # Without a configuration, neither the share nor the ETA is known.
     if not state.total_steps:
         return Text(f"step {state.step}")
     share = min(state.step / state.total_steps, 1.0)
@@ -227,15 +228,15 @@ def _progress(state: RunState) -> Text:
     )
     if state.eta_s and state.state in {"running", "elsewhere"}:
         text.append(f", ETA {format_seconds(state.eta_s)}")
+    # A run that has stopped has no time of arrival, only steps left.
     elif state.eta_s and state.step:
         text.append(f", {format_seconds(state.eta_s)} of training left")
     return text
 
 
 def _not_finite_text(state: RunState) -> str:
-    """Return a line with the metrics whose latest value is NaN or infinite, starting with the one that has
-    been so longest."""
-    # Name the earliest metrics first, because they are nearest to the cause and the others follow from it.
+    """Return a line with the metrics whose newest value is NaN or infinite, earliest first."""
+    # The metric that broke first is nearest to the cause.
     names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(f"{name} since step {state.not_finite[name]}" for name in names[:_NAMED]) + more
@@ -248,6 +249,7 @@ def _checkpoint(state: RunState) -> Text:
     checkpoint = state.checkpoint
     text = Text(f"step {checkpoint.step}, ").append_text(_wholeness(checkpoint))
     text.append(f", {size_text(checkpoint.size)}, {format_seconds(checkpoint.age_s)} old")
+    # A newer checkpoint than the usable one can only be a damaged one.
     others = [step for step in state.checkpoints if step != checkpoint.step]
     if others:
         text.append(
@@ -265,9 +267,9 @@ def _wholeness(checkpoint: CheckpointState) -> Text:
 
 
 def _mismatch(curve: Series, ages: Series) -> Text:
-    """Return a text about the mismatch between the probabilities of generation and of training; 1 is none. If
-    responses wait before they are trained on, the steps in between contribute to it."""
-    # Compare distances from 1, because a ratio below 1 is as bad as one above it.
+    """Describe the ratio between the probabilities of the engine and of training; 1 means equal. If responses
+    are several steps old when they are trained on, the weights' change contributes to it."""
+    # A ratio below 1 is as bad as one above.
     worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
     steps_apart = ages.values[-1] if ages.values else None
     whose = f", whose weights are {steps_apart:g} steps apart" if steps_apart else ""
@@ -279,7 +281,8 @@ def _mismatch(curve: Series, ages: Series) -> Text:
 
 
 def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Return the curves of training responses without a reward, without those that are always 0."""
+    """Return metric -> curve of the counts of training responses whose reward failed, without those that are
+    always 0."""
     return {
         name: series[f"train/{name}"]
         for name in REWARD_FAULTS
@@ -288,8 +291,7 @@ def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def _reward_faults(series: Mapping[str, Series]) -> str:
-    """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if every response had a
-    reward."""
+    """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if no reward failed."""
     said = []
     for name, curve in _fault_curves(series).items():
         last = max(index for index, value in enumerate(curve.values) if value)
@@ -301,12 +303,12 @@ def _reward_faults(series: Mapping[str, Series]) -> str:
 
 
 def shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
-    """Return the metrics of ``SHOWN`` that a run has."""
+    """Return (title, curve, whether larger is better) for the metrics of ``SHOWN`` that a run has."""
     found = (
         (title, next((series[name] for name in names if name in series), None), better)
         for title, names, better in SHOWN
     )
-    # Show a reward of 0 throughout, which is news, but not a KL penalty of 0, which is switched off.
+    # A reward that is always 0 is important. A KL penalty that is always 0 is switched off.
     return [
         (title, curve, better)
         for title, curve, better in found
@@ -323,7 +325,7 @@ def _metrics_table(metrics: Sequence[tuple[str, Series, bool | None]]) -> Table:
 
 
 def best_of(curve: Series, better: bool | None) -> str:
-    """Return the best value and its step; empty if neither larger nor smaller values are better."""
+    """Return the best value and its step as text; empty if neither larger nor smaller is better."""
     if better is None:
         return ""
     value = (max if better else min)(curve.values)
@@ -331,7 +333,7 @@ def best_of(curve: Series, better: bool | None) -> str:
 
 
 def _table(first: str, numbers: Sequence[str], *last: str) -> Table:
-    """Return a table without lines: names, columns of numbers, and curves."""
+    """Return a table without borders: a column of names, columns of numbers, further columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(first, style="bold", no_wrap=True)
     for heading in numbers:
@@ -351,7 +353,7 @@ def _phase_table(state: RunState) -> Table:
 
 
 def _rate_table(rates: Mapping[str, float]) -> Table:
-    """Return a table with tokens per second, TFLOP/s and utilisation of each phase and of the whole step."""
+    """Return a table of tokens per second, TFLOP/s and utilisation of each phase and of the step."""
     table = _table("throughput", ("tokens/s", "a device", "TFLOP/s a device", "MFU"))
     for prefix, title in (
         *((f"{phase}_", title) for phase, title in RATED_PHASES.items()),
@@ -376,14 +378,14 @@ def _bar(share: float) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int = _TREND) -> str:
-    """Return a curve as one line of blocks: the means of ``width`` equal parts, with the lowest block for the
-    lowest mean."""
+    """Draw a curve as a line of block characters. Each block is the mean of one of ``width`` equal parts,
+    scaled to the range of these means."""
     size = min(width, len(values))
     bounds = [len(values) * index // size for index in range(size + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
     low, high = min(means), max(means)
     if high == low:
-        # Show a constant curve as a low line, because it has no height to scale by.
+        # A constant has no range to scale by.
         return _BLOCKS[0] * size
     return "".join(
         _BLOCKS[min(int((value - low) / (high - low) * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in means
