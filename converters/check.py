@@ -1,8 +1,5 @@
-"""Checks that weights and config belong together, before anything is loaded.
-
-The config must ask for about as many layers and experts as the checkpoint holds, every parameter of the model
-must be in the checkpoint, and every key of the checkpoint must belong to a parameter.
-"""
+"""Check that weights and config belong together, before anything is loaded: the number of layers and experts
+is plausible, every parameter of the model is stored, and every stored tensor belongs to a parameter."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 _HEAD = "lm_head.weight"
 # Old Llama checkpoints store the rotary frequencies, although every model computes them from its config.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# These words are left in the names of tensors by wrappers of a model.
+# Words that wrappers of a model insert into tensor names.
 _WRAPPERS = {
     "_orig_mod": "torch.compile",
     "module": "DistributedDataParallel or DeepSpeed",
@@ -41,13 +38,13 @@ _WRAPPERS = {
     "language_model": "a vision-language model",
     "model": "a wrapper around the model",
 }
-# These prefixes are missing from all names if only a part of the whole model was saved.
+# Prefixes that all names lack if only an inner part of the model was saved.
 _FRONTS = {
     "model.": "AutoModel, whose models have no output layer",
     "base_model.model.": "a model inside PEFT's",
 }
-# At least this share of the unexpected names has to fit an explanation. It is less than one, because a few
-# names may be unknown for other reasons.
+# An explanation must fit at least this share of the unexpected names. Some names may be unknown for other
+# reasons.
 _LEAST_SHARE = 0.5
 _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
 
@@ -58,22 +55,20 @@ def check_source(
     compare_tied: bool = True,
     excused: Sequence[str] = (),
 ) -> None:
-    """Check that the checkpoint has every tensor that the architecture asks for, no others, and the right
-    shapes (``check_headers``).
+    """Check that a checkpoint has exactly the tensors of an architecture, with the right shapes.
 
-    A tied model may still store ``lm_head.weight``, which is then compared with the embedding, because
-    transformers unties the two when they differ. The copies of embedding and output layer in prediction
-    layers are compared with their originals. Tensor data are read only for these comparisons, in pieces of 32
-    MiB.
+    Tensors that are stored twice must be equal: ``lm_head.weight`` of a tied model (transformers unties the
+    two if they differ), and embedding and output layer in multi-token-prediction layers. Only these are read,
+    in chunks of 32 MiB.
 
     Args:
         source: the checkpoint.
-        architecture: the architecture that its config describes.
-        compare_tied: False skips the comparison of repeated tensors.
-        excused: patterns (``*`` and ``?``) of tensors that may be missing, or that nothing asks for.
+        architecture: architecture that the config describes.
+        compare_tied: compare tensors that are stored twice.
+        excused: patterns (``*`` and ``?``) of tensor names that may be missing or unknown.
 
     Raises:
-        ConversionError: lists every missing tensor, unknown tensor, wrong shape and unusable dtype.
+        ConversionError: lists missing and unknown tensors, wrong shapes and unsupported dtypes.
     """
     check_headers(source, architecture, excused)
     problems = []
@@ -94,8 +89,8 @@ def check_source(
 
 
 def check_headers(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> None:
-    """Check names, shapes and dtypes like ``check_source``, without comparing repeated tensors. This reads
-    headers only and does not import torch."""
+    """Check names, shapes and dtypes like ``check_source``, without comparing values. Reads only headers, and
+    does not import torch."""
     source.check_files()
     # Names of stored tensors that the architecture uses; the others are reported as unexpected.
     accounted: set[str] = set()
@@ -118,7 +113,7 @@ def check_headers(source: HuggingFaceSource, architecture: Architecture, excused
         if len(places) > 1:
             problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
         for place in places:
-            # A stacked tensor holds the tensors of many experts: report what is wrong with it once.
+            # A stacked tensor contains those of many experts; report its faults once.
             if place.name not in accounted:
                 accounted.add(place.name)
                 compare(place.name, place.shape)
@@ -160,16 +155,19 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
 
 
 def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str, str] | None:
-    """Return the prefix or part by which the stored names differ from the expected ones, and the wrapper that
-    causes the difference; None if no wrapper explains it.
+    """Find out whether a wrapper of the model has changed the tensor names.
 
     Args:
-        stored: names of the tensors of a checkpoint.
-        expected: names that the architecture asks for.
+        stored: names of the stored tensors.
+        expected: names that the architecture needs.
+
+    Returns:
+        The added or missing part of the names and the wrapper that causes it; None if no wrapper explains the
+            names.
     """
     wanted = set(expected)
     missing = wanted - set(stored)
-    # The factors of an adapter that is not merged stand next to the weights that they change.
+    # An unmerged adapter stores its factors next to the weights.
     wants_factors = any(".lora_" in name for name in wanted)
     strange = [name for name in stored if name not in wanted and (wants_factors or ".lora_" not in name)]
     if not strange:
@@ -185,9 +183,9 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
 
 
 def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
-    """Yield the words to try removing from the names: first those of known wrappers, then any prefix of an
-    expected name."""
-    # Most expected names contain ``model``. It therefore counts as a wrapper only as a prefix, below.
+    """Yield words to remove from names: those of known wrappers, then the prefixes of some well-known
+    tensors."""
+    # Most expected names contain ``model``, so it is a wrapper only as an additional prefix (below).
     yield from ((word,) for word in _WRAPPERS if word != "model")
     fronts = set[str]()
     for each in ("model.norm.weight", "model.embed_tokens.weight"):
@@ -196,16 +194,15 @@ def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str
 
 
 def _without(name: str, words: tuple[str, ...]) -> str:
-    """Return a name without the words. A single word is removed wherever it is; several words are removed as
-    a prefix."""
+    """Remove words from a name: a single word anywhere, several words as a prefix."""
     if len(words) == 1:
         return ".".join(part for part in name.split(".") if part != words[0])
     return name.removeprefix(".".join(words) + ".")
 
 
 def repeated_tensors(architecture: Architecture) -> dict[str, str]:
-    """Return the names of tensors that a checkpoint may store in addition to those of the architecture, with
-    the names of the tensors that they repeat."""
+    """Return name of a copy -> name of the original, for tensors that a checkpoint may store a second
+    time."""
     embedding = hf_tensors(architecture)[0].name
     return ({_HEAD: embedding} if architecture.tied_embeddings else {}) | dict(copies(architecture))
 
@@ -213,9 +210,9 @@ def repeated_tensors(architecture: Architecture) -> dict[str, str]:
 def stored_twice(
     source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the names of stored tensors that repeat another tensor, with the name of that other tensor: the
-    output layer of a tied model, and embedding and output layer of prediction layers. An ``excused`` tensor
-    is included only if it equals its original."""
+    """Return name of a copy -> name of the original, for tensors that this checkpoint stores a second time:
+    the output layer of a tied model, and embedding and output layer in multi-token-prediction layers. An
+    ``excused`` copy counts only if it equals its original."""
     return {
         name: original
         for name, original in repeated_tensors(architecture).items()
@@ -229,7 +226,7 @@ def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
-    """Return whether two matrices hold the same bits, in bounded memory."""
+    """Return whether two matrices have the same bits, in bounded memory."""
     # Import torch here: its import takes seconds, and headers are checked without it.
     import torch
 
@@ -252,11 +249,11 @@ _IGNORED_KEYS = ("rng_state", "opt_param_scheduler", "rerun_state_machine")
 
 
 def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
-    """Return the rules of the parameters that the checkpoint has, and the excused keys that no rule asks for.
+    """Match the keys of a ``torch_dist`` checkpoint with the rules. Return the rules whose parameters are
+    stored, and the excused keys that no rule needs.
 
     Raises:
-        ConversionError: lists every missing or unknown key that is not excused, or names the first key of
-            another shape.
+        ConversionError: keys are missing or unknown (lists all), or a key has another shape.
     """
     rules, asked, problems = [], set(), []
     for rule in all_rules(model.architecture):
@@ -294,16 +291,17 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
 def check_plausible(
     architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], what: str, *, stacked: bool
 ) -> None:
-    """Refuse a config with more layers or experts than the stored tensors can hold.
+    """Reject a config with more layers or experts than the stored tensors can contain. This bounds the work
+    before the architecture is expanded into rules.
 
-    A layer is a separate tensor, or an index along the first axis of a tensor that stacks layers. An expert
-    is a separate tensor, or an index along an axis of a layer's tensor.
+    A layer is a tensor of its own, or an index of the first dimension of a tensor that stacks layers. An
+    expert is a tensor of its own, or an index of a dimension of a layer's tensor.
 
     Args:
-        architecture: from the config.
-        shapes: shapes of all stored tensors, by name.
-        what: name of the checkpoint in the error.
-        stacked: whether layers may be stacked.
+        architecture: architecture that the config describes.
+        shapes: name -> shape of all stored tensors.
+        what: name of the checkpoint in the error message.
+        stacked: layers may be stacked.
 
     Raises:
         ConversionError: there are too few tensors.
@@ -316,8 +314,8 @@ def check_plausible(
     experts = architecture.mixture.num_experts if architecture.mixture is not None else 1
     most_layers = max([count, *(shape[0] for shape in inside)]) if stacked else count
     most_experts = max([count, *(size for shape in inside for size in shape)])
-    # Upper bound on the number of (layer, expert) pairs: a stacked tensor holds at most one for each index of
-    # its first two axes, since an expert may be a single row of a layer's tensor.
+    # Upper bound on the (layer, expert) pairs. A stacked tensor contains at most one per index of its first
+    # two dimensions, because an expert may be a single row.
     places = count + sum(math.prod(shape[:2]) for shape in inside)
     if layers > most_layers or experts > most_experts or layers * experts > places:
         counted = f"{layers} layers" + (f" of {experts} experts" if architecture.mixture is not None else "")

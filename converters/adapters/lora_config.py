@@ -1,5 +1,4 @@
-"""The ``adapter_config.json`` of a PEFT adapter: the settings that merging needs. Unsupported settings are
-refused by name."""
+"""Parse the ``adapter_config.json`` of a PEFT adapter. Settings that cannot be merged are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 from converters.errors import ConversionError
 from converters.model_config.sizes import is_off, read_number
 
-# These keys are about training, the origin of the adapter, or the choice of modules, which the adapter's own
+# These keys concern training, the origin of the adapter, or the choice of modules, which the adapter's
 # tensors show.
 _INERT = frozenset(
     {
@@ -56,27 +55,26 @@ _READ = frozenset(
     "modules_to_save",
     "trainable_token_indices",
 }
-# The other methods (pissa, olora, corda, loftq ...) subtract something from the base weights before training.
+# With other methods (pissa, olora, corda, loftq ...) training starts from changed base weights.
 _UNCHANGED_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal")
 _FIX = "merge it with peft, or save it in a plain LoRA form"
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Settings that determine how an adapter changes weights.
+    """Settings that determine how an adapter changes the weights.
 
     Attributes:
-        rank, alpha: rank and alpha of every module without a matching pattern.
-        rank_patterns, alpha_patterns: ranks and alphas by a regular expression for the end of a module's
-            name.
-        rank_stabilized: whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
-        targets: names, or ends of names, of the modules that must have an adapter; empty if the config does
-            not list them.
-        target_parameters: the same for parameters that are not a module's weight: stacks of experts.
-        saved_modules: names, or ends of names, of modules that the adapter stores as a whole.
-        token_indices: rows of embeddings that the adapter stores, by the name of the module, or its end.
-        expression: regular expression that names of modules with an adapter match, if the config has one.
-        beginnings: prefixes of names in the model and in the patterns, if these differ.
+        rank, alpha: rank and alpha of modules without a matching pattern.
+        rank_patterns, alpha_patterns: regular expression for the end of a module's name -> rank or alpha.
+        rank_stabilized: the scaling is alpha / sqrt(rank) instead of alpha / rank.
+        targets: names, or last parts of names, of modules that must have an adapter; empty if not listed.
+        target_parameters: the same for parameters that are not the weight of a module, such as stacks of
+            experts.
+        saved_modules: names, or last parts of names, of modules that the adapter stores in full.
+        token_indices: module name, or its last part -> indices of the embedding rows that the adapter stores.
+        expression: regular expression for the names of modules with an adapter, if the config has one.
+        beginnings: name prefix in the model, and the prefix in the patterns that it corresponds to.
     """
 
     rank: int
@@ -92,7 +90,7 @@ class LoraConfig:
     beginnings: tuple[str, str] = ("", "")
 
     def chooses(self, module: str) -> bool:
-        """Return whether the config lets a module have an adapter. PEFT drops the factors of any other."""
+        """Return whether the config selects a module. PEFT ignores the factors of other modules."""
         own = self._own_name(module)
         if self._is_parameter(module):
             return True
@@ -101,11 +99,11 @@ class LoraConfig:
         return not self.targets or is_among(module, self.targets) or is_among(own, self.targets)
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter. As in PEFT, the first matching pattern decides."""
+        """Return the rank of a module's adapter; the first matching pattern decides, as in PEFT."""
         return self.rank_patterns.get(_pattern_of(self.rank_patterns, self._own_name(module)), self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """Return the factor on the product of a module's adapter."""
+        """Return the factor on the product of a module's factors."""
         alpha = self.alpha_patterns.get(_pattern_of(self.alpha_patterns, self._own_name(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
@@ -115,13 +113,14 @@ class LoraConfig:
 
     def _own_name(self, module: str) -> str:
         in_model, in_patterns = self.beginnings
-        # PEFT matches patterns with the name of the parameter, where it is not a module that has the adapter.
+        # For an adapter of a parameter, PEFT matches patterns with the parameter's name instead of the
+        # module's.
         name = f"{module}.weight" if self._is_parameter(module) else module
         return in_patterns + name.removeprefix(in_model) if name.startswith(in_model) else name
 
 
 def is_among(name: str, targets: frozenset[str]) -> bool:
-    """Return whether a name, or its end after a dot, is one of the targets."""
+    """Return whether a name, or the part of it after some dot, is one of the targets."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -130,19 +129,19 @@ def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def _at_end(pattern: str) -> str:
-    # This is the expression of PEFT's get_pattern_key, so that both find the same pattern.
+    # The same expression as in PEFT's ``get_pattern_key``.
     return rf"(.*\.)?({pattern})$"
 
 
 def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Parse the adapter's config.
+    """Parse the config of an adapter.
 
     Args:
-        path: path of the file, for messages.
-        config: content of the file.
+        path: file of the config, for error messages.
+        config: contents of the file.
 
     Raises:
-        ConversionError: lists every setting that is not a plain LoRA's.
+        ConversionError: the adapter is not plain LoRA; lists all unsupported settings.
     """
     problems = list(_refused(config))
     chosen, saved = config.get("target_modules"), config.get("modules_to_save") or []
@@ -188,7 +187,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
             "those weights are not available"
         )
     others = sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"})
-    # New releases of peft add keys. A key that is off requests nothing.
+    # New releases of peft add keys. A key that is off has no effect.
     return problems + [f"{key} = {config[key]!r}: not supported" for key in others if not is_off(config[key])]
 
 
@@ -211,8 +210,7 @@ def _compiled(key: str, pattern: str, problems: list[str]) -> re.Pattern[str] | 
 
 
 def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[int, ...]]:
-    """Return the token rows by module. A plain list belongs to the input embedding, which PEFT finds by its
-    role in the model."""
+    """Return module -> token rows. A plain list is for the input embedding."""
     given = config.get("trainable_token_indices") or {}
     by_module = {"embed_tokens": given} if isinstance(given, list) else given
     if not isinstance(by_module, Mapping) or not all(
@@ -226,8 +224,8 @@ def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, 
 
 
 def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the targets that a key lists, but only if the list alone decides. Expressions, exceptions and
-    choices of layers give an empty set, since the stored tensors show what was chosen."""
+    """Return the targets that a key lists. Empty if other keys or a regular expression restrict the choice
+    too, because the stored tensors then show what was chosen."""
     targets = config.get(key)
     restrictions = list(map(config.get, _CHOICE - {"target_modules", "target_parameters"}))
     if not isinstance(targets, list) or any(value not in (None, [], "") for value in restrictions):
