@@ -38,10 +38,10 @@ from converters.python_file import PythonFileError, module_of_file
 
 
 def load_family_file(path: Path) -> Family:
-    """Run the file, register its family and return it.
+    """Run a Python file, register its family, and return it.
 
     Raises:
-        ConversionError: the file cannot be read, fails, or has no ``FAMILY`` that can be registered.
+        ConversionError: the file cannot be read, raises, or has no valid ``FAMILY``.
     """
     try:
         module = module_of_file(path)
@@ -55,6 +55,6 @@ def load_family_file(path: Path) -> Family:
             f"{path} defines FAMILY = {family!r}", "define FAMILY as a converters.families.base.Family"
         )
     register_family(family)
-    # Rules are cached by architecture, and a family that is registered again may have other rules.
+    # Rules are cached by architecture; a family that is registered again may have other rules.
     forget_rules()
     return family

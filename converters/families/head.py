@@ -1,4 +1,4 @@
-"""Rules of the score layer, which replaces the output layer of some models."""
+"""Rules of the score layer, which replaces the output layer of reward and value models."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from converters.model_config.heads import OUTPUT_LAYER
 
 
 def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
-    """Return the rules of a model's parameters outside its layers, with a score layer instead of the output
-    layer if the model has one."""
+    """Return the rules outside of layers; if the model has a score layer, it replaces the output layer."""
     head = facts.head
     if head is None:
         return rules
