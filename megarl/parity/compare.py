@@ -35,7 +35,7 @@ class Difference:
     """Deviation of a quantity from its expected value.
 
     Attributes:
-        what: the quantity, such as ``step 1 grad_norm``.
+        what: the quantity, such as ``call 1 grad_norm``.
         kind: its class: ``logprobs``, ``loss``, ``metric``, ``grad_norm``, ``weights``.
         error: relative error; infinite if a number is missing or NaN.
         bound: maximum error.

@@ -1,8 +1,8 @@
-"""The reference's own advantages, computed per row or per token, written from the papers without any code of
-the driver.
+"""Reference implementation of advantages, computed row by row or token by token from the papers, without code
+of the driver.
 
-GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized
-advantages (1506.02438, equation 16) and, with a teacher, those of MOPD (2601.02780, equation 8).
+GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized advantage
+estimation (1506.02438, equation 16), and MOPD for a teacher (2601.02780, equation 8).
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from megarl.parity.case import Case
 from megarl.parity.options import numbers_of
 
 PART_WEIGHTS = {"one": 0.6, "other": 0.02}
-"""Weights of the parts of a reward."""
+"""Weight of each reward component (GDPO)."""
 Columns = Mapping[str, Any]
 
 
 def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
-    """Return the signals of one call, computed from rewards, values or the teacher's log-probabilities, each
-    [B, S] float32: ``advantages``, or for a value loss ``prev_values`` and ``returns``."""
-    # Compute in float64, so that no rounding of the reference counts against the driver.
+    """Return the training signals of one call, computed from rewards, values or the teacher's
+    log-probabilities.
+
+    These are ``advantages`` [B, S], or ``prev_values`` and ``returns`` [B, S] for a value loss; all float32.
+    """
+    # Compute in float64, so that rounding errors of the reference do not count against the driver.
     found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
     if case.advantages_kind == "gae":
         return _generalized(case, data)
@@ -42,15 +45,15 @@ def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _answers(data: Columns, which: str = "sample_mask") -> dict[int, list[int]]:
-    """Return the positions of unmasked tokens in each row that is trained on, or with ``rewarded`` in each
-    row that has a reward."""
+    """Return the positions of response tokens for each row that is trained on; with ``which="rewarded"``, for
+    each row that has a reward."""
     rows = [row for row in range(len(data[which])) if float(data[which][row]) != 0]
     return {row: data["token_mask"][row].nonzero().squeeze(1).tolist() for row in rows}
 
 
 def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> dict[int, float]:
-    """Return the amount that the divergence subtracts from the reward of each token: its weight times k1,
-    with the clamps of the loss."""
+    """Return the KL penalty that ``in-reward`` subtracts from the reward of each token: the coefficient times
+    the k1 estimate, with the clamps of the loss."""
     if not case.takes_divergence_from_rewards:
         return dict.fromkeys(places, 0.0)
     bounds = [
@@ -87,8 +90,7 @@ def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
 
 
 def _of_groups(case: Case, data: Columns) -> dict[int, float]:
-    """Return one advantage for each row that has a reward, because rows that are not trained on count in the
-    comparison as well."""
+    """Return one advantage for each row with a reward. Rows without a loss still count in the baselines."""
     answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
         parts: dict[str, dict[int, float]] = {}
@@ -105,9 +107,12 @@ def _of_groups(case: Case, data: Columns) -> dict[int, float]:
 
 
 def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict[int, float]:
-    """Return each row's reward less a baseline: the mean of the other rewards of its prompt, or of all of
-    them. The difference is divided by the deviation of all rewards of the prompt, unless the options include
-    ``raw``."""
+    """Return each row's reward minus a baseline, which is the mean reward of the other responses to its
+    prompt (with ``plain``, of all of them).
+
+    Unless the options include ``raw``, the difference is divided by the standard deviation of the prompt's
+    rewards.
+    """
     values = {}
     for row in rewards:
         peers = [rewards[other] for other in rewards if data["prompt"][other] == data["prompt"][row]]
@@ -121,8 +126,11 @@ def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict
 
 
 def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
-    """Write advantages into ``found``: the reward, less the penalties of the token and of those after it,
-    less the mean of the prompt for ``reinforce-baseline``, whitened over tokens."""
+    """Write REINFORCE++ advantages into ``found``: the reward minus the KL penalties of this token and of all
+    later ones, whitened over all tokens.
+
+    ``reinforce-baseline`` first subtracts the mean reward of the prompt.
+    """
     answered = {row: places for row, places in _answers(data).items() if places}
     places_of, returns = [], []
     for row, places in answered.items():
@@ -142,8 +150,8 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
 
 
 def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
-    """Compute equation 16 literally: each advantage is the sum of all later errors of the values, each with
-    its discount."""
+    """Compute equation 16 of generalized advantage estimation literally: each advantage is the discounted sum
+    of all later temporal-difference errors."""
     advantages, before, returns = (
         torch.zeros(data["token_mask"].shape, dtype=torch.float64) for _ in range(3)
     )
@@ -178,8 +186,9 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _standardised(values: list[float]) -> list[float]:
-    """Return the values less their mean, divided by their deviation; zeros if all values are equal."""
+    """Return the values minus their mean, divided by their standard deviation; zeros if all values are
+    equal."""
     mean = sum(values) / max(len(values), 1)
     deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
-    # Values that differ only by rounding have no deviation to divide by.
+    # Equal values may differ by rounding; do not divide by that deviation.
     return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]

@@ -1,5 +1,5 @@
-"""Shrinking of a failing case: features are removed first, then sizes are halved, one change at a time and
-always in the same order."""
+"""Reduction of a failing case to a smaller one: remove features first, then reduce sizes, one change at a
+time in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.parity.options import joined
 MOST_TRIALS = 300
 SMALL = 8
 _KEPT = ("backend", "seed")
-# Remove what costs most first: ranks, then whole features, then sizes.
+# Most expensive first: ranks, then whole features, then sizes.
 _ORDER = [
     *("tp", "sp", "plan", "pp", "vpp", "layout", "first", "last", "cp", "comm", "ep", "etp", "dp"),
     *(
@@ -45,7 +45,7 @@ _ORDER = [
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
 assert sorted([*_ORDER, *_KEPT]) == sorted(_DEFAULTS), "every field has its place in the order"
 
-# Change fields together if they are valid only together.
+# Fields that are only valid together change together.
 _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
     "tp": lambda case: {"tp": 1, "sp": False, "etp": 1, "plan": "built-in"},
     "pp": lambda case: {"pp": 1, "vpp": 1, "first": 0, "last": 0, "layout": ""},
@@ -66,13 +66,13 @@ _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yield cases that are one change simpler than the case."""
+    """Yield all cases that are one change simpler."""
     for name in _ORDER:
         yield from _simpler_in(case, name)
 
 
 def _simpler_in(case: Case, name: str) -> Iterator[Case]:
-    """Yield cases that are simpler in one field, and in the fields that depend on it."""
+    """Yield cases that are simpler in one field and in the fields that depend on it."""
     value, default = getattr(case, name), _DEFAULTS[name]
     if case.family in SPARSE and name in ("experts", "topk", "expert"):
         default = min(value, 2)
@@ -86,7 +86,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
         yield replace(case, advantages=default)
         yield from (replace(case, advantages=advantages) for advantages in _without_one_word(value))
     elif isinstance(value, int) and not isinstance(value, bool):
-        # Rotary embeddings rotate pairs, so a head has an even width.
+        # Rotary embeddings rotate pairs of elements, so the head width must be even.
         possible = (smaller for smaller in _smaller(value, default) if name != "head" or smaller % 2 == 0)
         yield from (_changed(case, name, smaller) for smaller in possible)
     else:
@@ -94,7 +94,8 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
 
 
 def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
-    """Return the change of advantages that a new loss needs; empty if the loss can use the present ones."""
+    """Return the change to the advantages that a new loss requires; empty if the loss can use the current
+    ones."""
     kept = loss.startswith("pg") or (loss.startswith("value") and case.advantages_kind in ("given", "gae"))
     return {} if kept else {"advantages": _DEFAULTS["advantages"]}
 
@@ -105,8 +106,8 @@ def _changed(case: Case, name: str, value: Any) -> Case:
 
 
 def _smaller(value: int, default: int) -> Iterator[int]:
-    """Yield the default, half of the number, three quarters of it and, for small numbers, one less; values
-    below the default are left out."""
+    """Yield candidates below a number, none below the default: the default itself, one half, three quarters
+    and, for small numbers, one less."""
     tried = {value}
     for smaller in (default, value // 2, 3 * value // 4, value - 1 if value <= SMALL else value):
         if smaller not in tried and smaller >= default:
@@ -121,7 +122,7 @@ def _simpler_losses(case: Case) -> Iterator[str]:
 
 
 def _without_one_word(text: str) -> Iterator[str]:
-    """Yield a loss or an estimator with one option fewer, or without one option's numbers."""
+    """Yield a loss or estimator without one of its options, then without the numbers of one option."""
     kind, *options = text.split("+")
     for option in options:
         yield joined(kind, (other for other in options if other != option))
@@ -131,13 +132,15 @@ def _without_one_word(text: str) -> Iterator[str]:
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[Case], bool]) -> Case:
-    """Return the smallest failing case that single changes lead to. Fields are tried one by one, and again
-    from the start until no change helps.
+    """Return a smaller case that still fails and that no single change makes simpler.
+
+    Fields are tried in a fixed order, and again from the start until nothing changes or ``MOST_TRIALS`` cases
+    have been tried.
 
     Args:
         case: a failing case.
-        still_fails: runs a case and returns whether it fails.
-        possible: returns whether a case can run; other cases are skipped.
+        still_fails: runs a case and returns True if it fails.
+        possible: returns True if a case can run; other cases are skipped.
     """
     tried: set[Case] = {case}
 
