@@ -107,6 +107,7 @@ def check_headers(source: HuggingFaceSource, architecture: Architecture, excused
     for tensor in hf_tensors(architecture):
         places = [place for place in tensor.places if place.name in source]
         usual = tensor.places[0]
+        # Report a missing stack once, not for each of its experts.
         if not places and usual.name not in accounted and not is_excused([tensor.name, usual.name], excused):
             accounted.update([] if tensor.alone else [usual.name])
             problems.append(f"missing: {usual.name} {list(usual.shape)}")
@@ -139,6 +140,7 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
             f"{next(name for name in source.names() if name not in expected)})",
             "save the model inside the wrapper with its save_pretrained, or rename the tensors",
         )
+    # A save with fewer shards leaves files of an earlier save behind.
     stale = source.unread_files()
     raise ConversionError(
         f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
@@ -267,6 +269,7 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
             )
     left_out = []
     for key in model.checkpoint:
+        # Optimizer, random and scheduler state is not part of the model.
         if key in asked or is_of_optimizer(key) or key.startswith(_IGNORED_KEYS):
             continue
         if is_excused((key,), excused):

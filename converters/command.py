@@ -256,6 +256,7 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
         "selftest": functools.partial(_selftest, megatron=megatron),
     }
     try:
+        # Register the families before any checkpoint is opened.
         for file in arguments.family_file:
             from converters.family_file import load_family_file
 
@@ -407,6 +408,7 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
         "peak_memory": outcome.peak_memory,
         **outcome.notes,
     }
+    # Resumed bytes took no time in this run.
     speed = (outcome.size - outcome.resumed) / 1e9 / max(seconds, 1e-9)
     lines = [
         f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, "
@@ -425,6 +427,8 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     if outcome.resumed:
         lines.append(f"  {_gigabytes(outcome.resumed)} of it had been written by an earlier run")
     lines += [f"  {key}: {value}" for key, value in outcome.notes.items()]
+    # The checkpoint is complete, but NaN or infinity in weights is usually a fault, which a script should
+    # notice.
     return int(NOT_FINITE_NOTE in outcome.notes), facts, "\n".join(lines)
 
 

@@ -354,6 +354,8 @@ def convert(
             )
             notes["started_anew_because_of"] = staging.started_anew_because_of
         check = functools.partial(conversion.check, workers, progress)
+        # A crash may have damaged pieces after they were recorded, so verify them before they count as
+        # finished.
         check(staging.records)
         resumed = sum(size for name, size in sizes.items() if name in conversion.finished)
         # Fail before the first byte is written, not at the end when the disk is full.

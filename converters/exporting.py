@@ -280,6 +280,7 @@ def plan_export(
             kept_dtype(part, checkpoint.dtype_before(part.name, model.dtype(part)), dtype)
             for part, _ in parts
         }
+        # A tensor in a file has a single dtype.
         if len(kept) > 1:
             raise ConversionError(
                 f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one"
@@ -400,6 +401,7 @@ def export_model(
             refuse_changed_config(
                 plan.checkpoint.hf_directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory
             )
+    # All other files there would be copied too, including the stored tensors.
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(
             f"{plan.checkpoint.directory} holds its config.json in the checkpoint directory itself",

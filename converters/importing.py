@@ -278,6 +278,7 @@ def import_model(
     directory = plan.model.source.directory
     check_apart(directory, target)
     artifacts(directory)  # Fail now on files that could not be copied at the end.
+    # The plan may be older than the files.
     refuse_changed_config(directory, plan.config_hash, directory)
     begin = functools.partial(_Import, plan, common_state)
     return convert(begin, target, options, plan.fingerprint, others_than_converted, len(plan.tensors))

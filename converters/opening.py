@@ -272,6 +272,7 @@ def open_huggingface(
             f"{source.directory} has no config.json", "give the directory of a complete model"
         )
     architecture = as_stored(read_architecture(config, ignored_config_keys), source.names())
+    # A wrong size in the config could request terabytes, so compare with the stored shapes first.
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     return HuggingFaceModel(source, architecture)
 

@@ -188,6 +188,8 @@ def selftest(
         try:
             architecture = read_architecture(changed)
         except ConversionError as error:
+            # The first variant is the given config, which must be valid. The family may reject a derived
+            # variant.
             if number == 0:
                 raise
             yield Finding(variant, "config", "left out", f"refused: {'; '.join(error.details) or error.what}")

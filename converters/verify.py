@@ -267,6 +267,7 @@ def _logits(opened: Opened) -> Tensor:
             import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
             export_model(plan_export(open_megatron(imported)), directory)
         architecture = opened.model.architecture
+        # A fixed seed, because both checkpoints must get the same tokens.
         ids = torch.randint(0, architecture.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
         return logits_of(directory, ids, architecture.head)
 

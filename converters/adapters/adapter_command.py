@@ -85,6 +85,7 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
             "merge them: give the base model, and with --lora this directory",
             misread,
         )
+    # With --overwrite, a target inside the source or around it would destroy the source.
     check_apart(adapter.directory, target)
     plan = fingerprints({WEIGHTS: identity_of(adapter.files())})
     with Staging(target, plan, overwrite=overwrite, others_in=_others) as staging:

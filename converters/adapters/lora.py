@@ -288,6 +288,7 @@ class LoraAdapter:
         wanted = {}
         for stack, members in stacks.items():
             tensor, place = members[0]
+            # PEFT concatenates the ranks of all experts.
             rank = self._config.rank_of(stack) * place.shape[0]
             rows = place.shape[2] if place.transposed else place.shape[1]
             wanted[stack] = ((rank, tensor.shape[1]), (rows, rank))
@@ -383,6 +384,7 @@ def _left_out(
 ) -> list[str]:
     """Return a problem for each module that the config lists but that has no factors, except in ``untrained``
     layers."""
+    # Only matrices can have LoRA factors; biases and norms cannot.
     modules = [
         name.removesuffix(".weight")
         for name, tensor in tensors.items()

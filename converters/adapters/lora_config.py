@@ -148,8 +148,10 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
     if not isinstance(saved, list):
         problems.append(f"modules_to_save = {saved!r}: a list of names of modules is needed")
         saved = []
+    # PEFT treats a string other than all-linear as a regular expression for complete module names.
     is_expression = isinstance(chosen, str) and chosen != "all-linear"
     rank, ranks = read_number(config.get("r"), "r", problems), _patterns(config, "rank_pattern", problems)
+    # ``read_number`` also accepts fractions, which only alpha may have.
     for name, value in {"r": rank, **ranks}.items():
         if value != int(value):
             problems.append(f"{name} = {value!r}: a rank has to be a whole number")

@@ -67,6 +67,7 @@ def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         if other is None:
             return stored
+        # Use the dtype that the other checkpoint was rounded to; otherwise every merged tensor would differ.
         tensor = other.tensors.get(name)
         return stored if tensor is None else other.dtype(tensor)
 

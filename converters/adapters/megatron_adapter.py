@@ -427,6 +427,7 @@ class MegatronAdapter:
             for part in (None, *parts_of(rule))
             if any(self._has(self._place(rule, side, part)) for side in _SIDES)
         ]
+        # None stands for one adapter on the whole fused layer.
         if found[:1] == [None] and len(found) > 1:
             module = self._place(rule, "linear_in").key.partition(".adapter.")[0]
             yield f"{module}: has an adapter for the whole layer and others for its parts"
@@ -466,6 +467,7 @@ class MegatronAdapter:
                 yield f"missing: {place.key}{at}, which was not saved"
 
     def _refuse_unknown(self, found: set[str], known: set[str]) -> None:
+        # Megatron-Core may store the gate and up halves of a layer separately, with the suffixes _w and _v.
         unknown = [key for key in found if key.removesuffix("_w").removesuffix("_v") not in known]
         experts = [key for key in unknown if ".experts." in key]
         if experts:

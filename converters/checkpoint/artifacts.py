@@ -70,6 +70,7 @@ def artifacts(directory: Path) -> list[Path]:
         )
         if weights or path.name.startswith(".") or path.name == MANIFEST_FILE or path.is_dir():
             continue
+        # A link out of the directory could copy any file of this machine into the checkpoint.
         if path.is_symlink() and not _stays(path, directory):
             problems.append(f"{path.relative_to(directory)} leads to {os.readlink(path)}")
         elif path.is_file():

@@ -83,6 +83,7 @@ def read_box(
     first, last = box[inner] if box else (0, 1)
     run = (last - first) * tail
     flat = bytes_of(out)
+    # Many short reads are slower than reading complete rows and selecting columns in memory.
     if run < _SHORT_RUN and run < len(flat) and inner > 0:
         rows = read_box(descriptor, offset, dtype, shape, (*box[:inner], *whole(shape[inner:])), what)
         return part(rows, (*whole(rows.shape[:inner]), *box[inner:])).contiguous()

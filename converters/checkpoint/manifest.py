@@ -289,6 +289,8 @@ class HeldAgainst:
         Raises:
             ChangedSourceError: lists the changed tensors.
         """
+        # The manifest has the hash of the stored values. If this conversion casts a tensor, compare the
+        # values before the cast.
         changed = [
             name
             for name, record in self._records.items()

@@ -62,6 +62,7 @@ class Narrowing:
         result = cast(tensor, dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
             return result  # Widening is exact.
+        # Slice by slice, to limit the memory for temporary tensors.
         slices = zip(tensor.reshape(-1).split(_SLICE), result.reshape(-1).split(_SLICE), strict=True)
         largest = max((self._error(name, *pair) for pair in slices), default=0.0)
         if not self._asked and bool(unequal(cast(result, tensor.dtype), tensor).any()):

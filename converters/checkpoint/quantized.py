@@ -318,6 +318,7 @@ def _method_of(config: Any) -> str:
         if config.get("activation_scheme", "dynamic") == "dynamic"
         else [f"activation_scheme = {config['activation_scheme']!r}"]
     )
+    # An unknown setting may change how the values are stored.
     others = sorted(set(config) - _INERT - ({"weight_block_size"} if method == FP8 else set()))
     problems += [f"{key} = {config[key]!r}" for key in others if not is_off(config[key])]
     if problems:

@@ -282,6 +282,7 @@ class HuggingFaceSource:
         what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
         for name in (_SINGLE, _INDEX):
             path = self.directory / name
+            # ``exists`` follows links, so a broken link looks like a missing file.
             if path.is_symlink():
                 return ConversionError(
                     f"{path} leads to {os.readlink(path)}, which does not exist", "fetch the model again"

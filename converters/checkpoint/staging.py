@@ -86,6 +86,7 @@ class Staging:
                     self.directory.mkdir(exist_ok=True)
                     self.started_anew_because_of: list[str] = []
                     self._records = self._take_up(dict(plan))
+                    # Append, because a resumed run keeps the earlier records.
                     self._journal = (self.directory / self._journal_name).open("a", encoding="utf-8")
                     if not self._records:
                         self._append({"plan": dict(plan)})
@@ -370,6 +371,7 @@ def check_target(target: Path, overwrite: bool, others_in: Callable[[Path], list
     Raises:
         ConversionError: the target may not be written.
     """
+    # A link counts as no directory, so that the directory that it leads to is never removed.
     is_directory = target.is_dir() and not target.is_symlink()
     if not os.path.lexists(target) or (is_directory and not any(target.iterdir())):
         return

@@ -79,6 +79,7 @@ class RunOptions:
         missing = set(range(1, count + 1)) - set(others) - {own}
         if not missing:
             check([record for records in others.values() for record in records])
+            # The part that a file belongs to, as in ``has``.
             missing = {number % count + 1 for number in incomplete()}
         return tuple(sorted(missing))
 

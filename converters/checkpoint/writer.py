@@ -65,6 +65,7 @@ def write_hf(
         beside(partial, main_dtype(shards.sizes))
         # ``config.json`` was created with the default mode.
         follow_umask(partial, partial / "config.json")
+        # All files must be on disk before the rename makes the directory visible.
         fsync_tree(partial)
         put_in_place(partial, target)
     except BaseException:
@@ -93,8 +94,10 @@ class _ShardWriter:
                 "let every parameter be emitted by one rank only",
             )
         size = tensor.numel() * tensor.element_size()
+        # A tensor that exceeds the limit gets a shard of its own.
         if self._pending and self._pending_bytes + size > self._max_shard_bytes:
             self._write_shard()
+        # Copy even a CPU tensor, because the stream may reuse its buffer for the next one.
         self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._shard_of[name] = self._shard_count
         self._pending_bytes += size

@@ -69,6 +69,7 @@ def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bo
         return (None,) * num_layers
     if not by_layer:
         return (window,) * num_layers
+    # Newer configs list the type of each layer, older ones give the first layer with a window, or neither.
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
         sliding = [kind == "sliding_attention" for kind in kinds]

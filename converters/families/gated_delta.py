@@ -21,6 +21,7 @@ def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     net, hidden = facts.gated_delta, facts.hidden_size
     assert net is not None, facts.family
     megatron, prefix = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
+    # Sizes of one group of rows: each key head has its own queries, keys, values and gates.
     heads, keys, values, gates = (
         net.key_heads,
         net.key_width,

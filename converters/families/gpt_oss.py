@@ -53,6 +53,8 @@ def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> I
         """Return an expert's matrix, whose rows are every ``step``-th column of the stored matrix, from
         ``start`` on."""
         rows, columns = shape[0] * step, shape[1]
+        # Published checkpoints store MXFP4 blocks as [out, in]; other checkpoints of transformers store [in,
+        # out].
         places = (
             TensorLocation(
                 f"{block}.{stored}", (experts, columns, rows), expert, start, step, transposed=True

@@ -331,6 +331,7 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
         return None
     config = {**{name: key.default[0] for name, key in keys.items() if key.default is not None}, **given}
     rope = _rope(content, config, kind)
+    # For None the caller uses transformers itself, whose checks also explain what is wrong.
     if rope is None or not _fits(config, kind):
         return None
     kind.complete(config)

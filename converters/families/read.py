@@ -177,6 +177,7 @@ def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> li
 
 def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type | None) -> Architecture:
     family = family_of(config.get("model_type"), config.get("architectures"))
+    # Collect all problems, so that one attempt shows everything to correct.
     problems = _refused_keys(config, family, ignored, config_class)
     head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)

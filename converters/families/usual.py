@@ -26,6 +26,7 @@ def _read_features(config: Config) -> Features:
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     """Read the experts, which are assumed to be in every layer."""
+    # Part of the interface; the usual mixture rejects nothing.
     del problems
     experts = next((_number(config[key]) for key in _EXPERTS if config.get(key)), 0)
     if not experts:

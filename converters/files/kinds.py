@@ -57,6 +57,7 @@ def _unreadable(path: Path) -> tuple[str, str]:
 
 
 def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
+    # HTML may begin with blanks, and its tags are case-insensitive.
     text = beginning.lstrip().lower()
     if size == 0:
         return "empty", "fetch or write the file again"

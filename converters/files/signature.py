@@ -53,6 +53,7 @@ def read_key(path: Path) -> bytes:
                     "at most 0600 is accepted",
                     f"chmod 600 {path}; make another key if somebody may have read it",
                 )
+            # One byte more than allowed reveals a key that is too long.
             key = stream.read(LONGEST + 1).strip()
     except OSError as error:
         raise ConversionError(f"the key {path} cannot be read: {error.strerror}", fix) from error
@@ -129,6 +130,7 @@ def _other_files(root: Path, files: Any, whole: bool) -> Iterator[str]:
         entry = files.get(name)
         if entry is None:
             yield f"{name} was not signed"
+        # A link or pipe may return other bytes when it is read again.
         elif not is_regular:
             yield f"{name} is no regular file"
         elif entry != {"size": (root / name).stat().st_size, "hash": hash_of(root / name)}:

@@ -60,6 +60,8 @@ def _family(settings: ForeignSettings) -> tuple[str, dict[str, Any]]:
     values = settings.values
     if values.get("multi_latent_attention"):
         raise ConversionError(f"{settings.origin}: no config can be made for latent attention", _FIX)
+    # These flags identify the family: Qwen3 normalises heads, Qwen2 has query-key-value biases only, Llama
+    # has all biases or none.
     every_bias, norms = bool(values.get("add_bias_linear")), bool(values.get("qk_layernorm"))
     query_bias = bool(values.get("add_qkv_bias"))
     if values.get("num_moe_experts"):

@@ -194,6 +194,7 @@ def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int)
         raise ConversionError(
             f"{settings.origin} does not say how many of the {rows} rows of the embedding are padding", fix
         )
+    # Megatron-LM pads the vocabulary to a multiple of this number times the tensor-parallel size.
     multiple = settings.values.get("make_vocab_size_divisible_by") or _MEGATRON_MULTIPLE
     ranks = settings.values.get("tensor_model_parallel_size") or 1
     if rows not in (said, padded_vocab_size(said, ranks, multiple)):

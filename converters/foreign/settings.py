@@ -114,6 +114,7 @@ def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSett
     Raises:
         ConversionError: the section lacks the sizes of the model.
     """
+    # Some releases of Megatron-Bridge nest the fields of the transformer.
     nested = model.get("transformer")
     merged = {**model, **nested} if isinstance(nested, Mapping) else dict(model)
     values = {
@@ -284,6 +285,7 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
                 f"{path} has {path.stat().st_size} bytes, at most {_LARGEST} are read",
                 "pass --hf-config DIRECTORY",
             )
+        # safe_load rejects tags of Python objects, which could run code.
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     # Re-raise it: a ConversionError is a ValueError, which the next clause would report as unreadable.
     except ConversionError:

@@ -166,6 +166,7 @@ class CanonicalTensors(ViewedTensors):
         if key not in self._entries:
             return super().read(key, box)
         found = self._pieces(key, box)
+        # A single piece needs no assembly and no copy.
         if len(found) == 1 and found[0][0] == box:
             return self._read(found[0][1], box).to(self.dtype(key))
         if not _make_up(box, found):
@@ -248,6 +249,7 @@ def without_prefix(tensors: StoredTensors) -> StoredTensors:
     Raises:
         ConversionError: the checkpoint contains several models.
     """
+    # Every model has one word embedding, so its key reveals the prefix.
     embeddings = [key for key in tensors if key.endswith(EMBEDDING) and "optimizer." not in key]
     prefixes = {key.removesuffix(EMBEDDING) for key in embeddings}
     if len(prefixes) > 1:

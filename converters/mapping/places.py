@@ -54,6 +54,7 @@ def read_part(
         return source.read(place.name, tuple(slices) or None)
     wanted = [*slices, *(slice(0, size) for size in tensor.shape[len(slices) :])]
     rows = wanted[0]
+    # Rows with a step, as in GPT-OSS, are not one range of bytes.
     if not place.is_consecutive:
         return _read_apart(place, source, wanted)
     stored = [slice(place.start + rows.start, place.start + rows.stop), *wanted[1:]]

@@ -164,6 +164,7 @@ def module_rules(
         tuple(HuggingFaceTensor(f"{name}.weight", shape) for name, shape in weights.items()),
     )
     if bias:
+        # A row-parallel layer adds its bias after summing over ranks, so each rank has the complete bias.
         parts = tuple(HuggingFaceTensor(f"{name}.bias", shape[:1]) for name, shape in weights.items())
         yield Rule(f"{megatron}.bias", Kind.REPLICATED if kind is Kind.ROW else kind, parts)
 

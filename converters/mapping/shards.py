@@ -56,6 +56,7 @@ def load_shard(
     # A single span needs no assembly.
     if len(layout.spans) == 1 and not layout.padding:
         return _read_span(rule, places, source, layout.axis, layout.spans[0]).to(dtype)
+    # ``copy_`` casts span by span, so no second full-size tensor is needed.
     shard = torch.empty(layout.shape, dtype=dtype)
     for span in layout.spans:
         shard.narrow(layout.axis, span.position, span.length).copy_(
@@ -105,6 +106,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
                     "model was built from"
                 ),
             )
+    # All ranks have the same values.
     if rule.kind is Kind.REPLICATED:
         shards, layouts = shards[:1], layouts[:1]
     tensors = [torch.empty(part.shape, dtype=shards[0].dtype, device=shards[0].device) for part in rule.parts]

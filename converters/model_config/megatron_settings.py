@@ -290,6 +290,7 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
     theta = architecture.rope_theta
     model: dict[str, Any] = {
         "position_embedding_type": "rope",
+        # Megatron-Core declares an int, but a float works.
         "rotary_base": int(theta) if theta.is_integer() else theta,
         "rotary_percent": architecture.rotary_fraction,
         "rope_scaling": False,

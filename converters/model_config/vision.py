@@ -62,6 +62,7 @@ def read_vision(config: Config, problems: list[str]) -> VisionTower | None:
     if not isinstance(vision, Mapping):
         problems.append(f"vision_config = {vision!r}: an object is needed")
         return None
+    # A separate list, because these messages get the name of the section in front.
     of_vision: list[str] = []
     read = {key: read_size(vision, key, of_vision) for key in _SIZES}
     problems += [f"vision_config.{problem}" for problem in of_vision]

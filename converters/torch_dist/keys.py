@@ -90,10 +90,12 @@ def _place_in_layer(
     expert = _EXPERT.fullmatch(suffix)
     if expert is not None:
         assert architecture.mixture is not None
+        # All experts of a layer are stored in one tensor, indexed by its leading dimensions.
         suffix = f"mlp.experts.experts.{expert.group(2)}"
         return StoredPlace(
             prefix + suffix, (*index, int(expert.group(1))), (*grid, architecture.mixture.num_experts)
         )
+    # Checkpoints use Transformer Engine's names, whichever layer spec the model was built with.
     fused = fused_norms(architecture.kind_of(layer))
     return StoredPlace(prefix + fused.get(suffix, suffix), index, grid)
 

@@ -266,6 +266,8 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
                 f"{key} is stored with {place.transform_descriptors}",
                 "save the checkpoint without compression",
             )
+        # The index is an untrusted file: reject negative numbers and other types before they are used as
+        # offsets.
         if not _are_sizes((*described.offsets, *described.sizes, place.offset, place.length)):
             raise ValueError(f"a piece of {key!r} at {described.offsets}")
         box = tuple(

@@ -131,6 +131,7 @@ def finish_checkpoint(
         for tensor in tensors
     }
     with (directory / OBJECTS_FILE).open("wb") as file:
+        # All module states are empty, so their names share one record.
         _save([None], file)
         length = file.tell()
     for name in object_names:

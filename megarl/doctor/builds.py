@@ -132,6 +132,8 @@ def broken_requirements(name: str) -> Iterator[str]:
 def check_shared_files() -> Iterator[Check]:
     """Yield a failure for each NVIDIA library that two packages have installed to the same path, such as NCCL
     for CUDA 12 and 13. torch loads the one that was installed last."""
+    # pip lets a package overwrite the files of another; then the library that loads depends on the order of
+    # installation.
     owners: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = canonicalize_name(distribution.metadata["Name"] or "")

@@ -87,6 +87,8 @@ class TorchBuild:
             r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(self.kernels)
         ):
             built = (int(major), int(minor))
+            # PTX (compute_) runs on all newer GPUs, machine code (sm_) on newer GPUs of its major version,
+            # and code with the letter a on exactly one.
             reaches = (kind == "compute" and not letter) or built[0] == capability[0]
             if built == capability or (letter != "a" and built < capability and reaches):
                 return True
@@ -141,6 +143,7 @@ def _gpu(index: int) -> Gpu:
         name = str(pynvml.nvmlDeviceGetName(handle))
     except pynvml.NVMLError as error:
         return Gpu("", 0, 0, str(error))
+    # (0, 0) means unknown; ``TorchBuild.serves`` accepts it.
     capability = (0, 0)
     # These are raised if the driver or the library is too old for the query.
     with contextlib.suppress(pynvml.NVMLError, AttributeError):

@@ -175,6 +175,7 @@ def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> 
         return ROOM.failed(
             name, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts)
         )
+    # An all-reduce takes as long as its slowest rank.
     seconds = max(seconds for seconds, _ in answers)
     # A ring all-reduce sends each byte 2 (n - 1) / n times.
     rate = 4 * numbers * 2 * (world - 1) / world / seconds / 1e9

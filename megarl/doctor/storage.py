@@ -84,8 +84,10 @@ def check_durable_write(directory: Path) -> Check:
     start = time.perf_counter()
     write_bytes_durably(directory / "unfinished", content)
     os.replace(directory / "unfinished", directory / "whole")
+    # Without this, a crash may undo the rename.
     fsync_directory(directory)
     seconds = time.perf_counter() - start
+    # -I ignores PYTHON variables and the current directory, where a file could shadow a module of Python.
     command = [sys.executable, "-I", "-c", _READER, str(directory / "whole")]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if answer.stdout != hashlib.sha256(content).hexdigest():

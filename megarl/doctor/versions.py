@@ -201,6 +201,7 @@ def judge_open_files(soft: int, hard: int) -> Check:
     infinite = resource.RLIM_INFINITY
     if soft == infinite or soft >= LEAST_OPEN_FILES:
         return SYSTEM.ok("open files", "no limit" if soft == infinite else f"{soft:,}")
+    # Without root, a process may raise its soft limit only up to the hard limit.
     reachable = 65536 if hard == infinite else min(hard, 65536)
     fix = (
         f"ulimit -n {reachable}"
@@ -224,6 +225,7 @@ def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
     """
     name, infinite = "locked memory", resource.RLIM_INFINITY
     found = "no limit" if soft == infinite else f"{soft / 2**20:,.0f} MiB"
+    # Only RDMA registers memory, which locks it.
     if not infiniband:
         return SYSTEM.ok(name, f"{found}; no InfiniBand here")
     if soft == infinite or soft >= LEAST_LOCKED_MEMORY:

@@ -200,6 +200,8 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         row = _parse(line)
         if row is not None:
             yield row
+        # A broken line is tolerated only at the end, where a killed run leaves it. So report it with the next
+        # line.
         elif line.endswith(b"\n"):
             broken = number, line.rstrip()
         else:

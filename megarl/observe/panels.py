@@ -285,6 +285,7 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
         timed = {label: series for label, series in runs.items() if phase_names(series)}
         if timed:
             pictures["Time by phase"] = _draw_timing(timed)
+        # Only asynchronous runs log this metric.
         if len(runs) == 1 and all(_IDLE in series for series in runs.values()):
             [series] = runs.values()
             figure, axes = _figure(0.7 * _HEIGHT)

@@ -119,6 +119,7 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
             label=labels[run_dir],
         )
     mean = mean_over_runs([series[metric] for series in runs.values()])
+    # Runs with different validation intervals may have no common step.
     if len(runs) > 1 and mean.steps:
         axes.plot(
             mean.steps,

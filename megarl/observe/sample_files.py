@@ -223,6 +223,7 @@ def shorten(text: str, limit: int) -> str:
     matters most, so it is kept."""
     if len(text) <= limit:
         return text
+    # Both ends matter: the beginning shows the approach, the end the answer.
     head = limit // 2
     return (
         f"{text[:head]}\n[... {len(text) - limit:,} characters left out "

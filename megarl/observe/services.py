@@ -172,6 +172,7 @@ class MlflowSink:
             if name not in _OWN_NAMES and isinstance(value, int | float)
         }
         metrics = [self._entities.Metric(name, value, milliseconds, step) for name, value in numbers.items()]
+        # The MLflow server rejects larger batches.
         for first in range(0, len(metrics), _MOST_METRICS):
             part = metrics[first : first + _MOST_METRICS]
             self._calls.put(functools.partial(self._client.log_batch, self._run_id, metrics=part))

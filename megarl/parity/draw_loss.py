@@ -100,6 +100,7 @@ def _wished(generator: random.Random, known: Options) -> list[str]:
 def _estimator(generator: random.Random, kind: str, drawn: str) -> str:
     if "in-reward" in split(drawn)[1]:
         return generator.choice(_WITH_REWARDS_OF_TOKENS)
+    # The first entry is ``given``, which the last line adds with its own probability.
     known = {"pg": list(ADVANTAGES)[1:], "value": ["gae"]}.get(kind, [])
     return "given" if not known or generator.random() < GIVEN_SHARE else generator.choice(known)
 
@@ -114,6 +115,7 @@ def _with_options(generator: random.Random, needed: str, known: Options) -> str:
     missing = [name for name in names if name not in given and not _is_complete(name, names)]
     names -= {*missing}
     for name in given:
+        # A dependency may have a dependency of its own.
         while (name := _NEEDS.get(name, "")) in known:
             names.add(name)
     words = [

@@ -123,6 +123,7 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
     """
     for constant in code.co_consts:
         if (
+            # Class bodies lack CO_NEWLOCALS; lambdas and comprehensions have a < in their name.
             isinstance(constant, CodeType)
             and constant.co_flags & inspect.CO_NEWLOCALS
             and "<" not in constant.co_qualname
@@ -146,6 +147,7 @@ def _function(module: ModuleType, name: str) -> FunctionType:
     found: Any = module
     for part in name.split("."):
         found = vars(found)[part]
+    # A property holds its function in fget, a cached function in __wrapped__.
     found = inspect.unwrap(getattr(found, "fget", None) or found)
     assert isinstance(found, FunctionType), f"{module.__name__}: {name} is no plain function"
     return found

@@ -184,6 +184,7 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
         """Return log-probabilities (or values) and True if they are bitwise equal when recomputed after those
         of the reference policy."""
         worker.prepare_for_lp_inference()
+        # Value and reward models have no reference policy to recompute after.
         if case.scores:
             return worker.get_values(data=asked)["values"], True
         first: Tensor = worker.get_logprobs(data=asked)["logprobs"]

@@ -49,6 +49,7 @@ class _Weighted:
         self._loss_fn = loss_fn
         self._weight = weight
 
+    # The engine also reads attributes of a loss, such as ``rows_together``.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss_fn, name)
 
@@ -101,7 +102,9 @@ TRUNCATIONS = {"tis": "tis", "icepop": "icepop", "seq-mask": "seq-mask-tis"}
 
 def _bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
     """Return the lower and upper bound of the importance weights; None for no bound."""
+    # A loss has at most one of these options.
     for option in TRUNCATIONS.keys() & case.loss_options:
+        # ``tis`` has an upper bound only.
         *low, high = case.loss_numbers(option)
         return (low[0] if low else None), high
     return None, None

@@ -20,6 +20,7 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTED = (*_LATENT, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Name suffixes of the linear layers that get LoRA adapters. Expert weights that transformers stacks in one
 tensor have adapters of their own."""
+# Standard deviations of matrices, in units of 1 / sqrt(in_features); see ``_spread``.
 OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
 _SIZES = ("layers", "kv", "group", "head", "width", "ffn", "vocab", "window", "experts", "topk", "expert")
 _SCALINGS: dict[str, dict[str, Any]] = {
@@ -98,6 +99,7 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
     """
     groups = 2 if case.experts % 2 == 0 and case.experts >= 4 else 1
     taken = 1 if case.topk <= case.experts // groups else groups
+    # The first layer is dense, unless it is the only one.
     dense = min(1, case.layers - 1)
     sizes: dict[str, Any] = {
         "n_routed_experts": case.experts,
@@ -165,6 +167,7 @@ def _attention(case: Case) -> dict[str, Any]:
             else {}
         )
     if case.family == "glm4_moe" or case.family in HYBRID:
+        # The rotated part of a head must have an even number of elements.
         part = 0.5 if case.head % 4 == 0 else 1.0
         rope = {"rope_theta": 500.0, **_SCALINGS[case.rope], "partial_rotary_factor": part}
         return {
@@ -227,6 +230,7 @@ class ModelShelf:
             # save_pretrained rewrote the config in the form that transformers uses, so restore the published
             # form.
             _save_config(case, model.config, directory)
+        # Cases with different adapters share the base model.
         adapter = adapter_directory(case, directory)
         if adapter is not None and not adapter.exists():
             _save_adapter(case, directory, adapter)
@@ -247,6 +251,7 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
             layer = module.rpartition(".")[2]
             if layer not in (*ADAPTED, *OUTER * case.outer) or ".experts." in name or name == module:
                 continue
+            # Shapes are in the file's header, so this reads no weights.
             rows, columns = stored.get_slice(name).get_shape()
             # PEFT selects columns of A for an embedding instead of multiplying, so it uses other names and
             # shapes.
@@ -256,6 +261,8 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
             for letter, shape in (("A", (case.lora, columns)), ("B", (rows, case.lora))):
                 values = INNER * torch.randn(shape, generator=generator)
                 if layer != OUTER[0] or letter == "B":
+                    # Column selection sums nothing, so the A factor of an embedding is not scaled by its
+                    # width.
                     values *= shape[1] ** -0.5
                 factors[f"base_model.model.{module}.{factor.format(letter)}"] = values
     targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
@@ -280,6 +287,7 @@ def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.
     """
     from transformers import AutoModelForCausalLM
 
+    # Only names and shapes are needed, so allocate no memory.
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(model_config(case))
     factors = {}

@@ -85,6 +85,7 @@ def bounds_of(
         members: number of noisy runs. Run ``i`` does not depend on this number.
     """
     plain = load_model(model, dtype_of(case.precision, "case.precision"), adapter_directory(case, model))
+    # Copy the model, because a run trains it in place.
     runs = [_member(case, copy.deepcopy(plain), batch, number) for number in range(members)]
     noise: dict[str, float] = {}
     for found, member in runs:
@@ -190,6 +191,7 @@ def _noisy_softmax(spread: float, generator: torch.Generator) -> contextlib.Abst
     def noisy(
         scores: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Tensor:
+        # _NoisySoftmax is written for the last dimension, and its errors are in the backward pass only.
         if dim not in (-1, scores.ndim - 1) or not scores.requires_grad:
             return exact(scores, dim=dim, dtype=dtype)
         return _NoisySoftmax.apply(scores.to(dtype), spread, generator)  # type: ignore[no-untyped-call]
@@ -241,6 +243,7 @@ def _errors(
     for what, noisy, exact in zip(
         (LIKELIEST, LIKELIEST_AFTER), member.distributions, expected.distributions, strict=False
     ):
+        # The workers report only the most likely tokens.
         chosen = exact[rows].topk(case.likeliest).indices
         errors[what] = float(token_errors(noisy[rows].gather(2, chosen), exact[rows].gather(2, chosen)).max())
     for call, (metrics, scales) in enumerate(zip(expected.metrics, expected.scales, strict=True)):

@@ -71,8 +71,8 @@ Options of ``pg``, the clipped policy gradient:
   another KL estimator than k3, ``pathwise`` omits the score-function term of the KL gradient, and
   ``in-reward`` subtracts the KL from the rewards instead of adding it to the loss.
 * ``is`` multiplies each token's loss by its importance weight relative to the policy that sampled it. ``tis``
-  caps these weights (upper bound), ``icepop`` and ``seq-mask`` set weights outside their lower and upper
-  bound to 0.
+  caps these weights (upper bound), ``icepop`` sets weights outside its two bounds to 0, and ``seq-mask`` all
+  weights of a sequence whose geometric mean is outside.
 * ``dual`` is the bound of dual-clip PPO for negative advantages. ``seq`` averages over the tokens of each
   response and then over responses; ``constant`` divides by a constant instead of the response length
   (Dr.GRPO).
@@ -156,6 +156,7 @@ def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
 def numbers_of(text: str, option: str) -> Numbers:
     """Return the numbers of an option in the text, or the option's defaults if the text gives none."""
     kind, options = split(text)
+    # No loss has the name of an estimator, so the two tables can be merged.
     return options.get(option) or {**LOSSES, **ADVANTAGES}[kind][option][0]
 
 

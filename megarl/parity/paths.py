@@ -70,6 +70,7 @@ def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
         stack.enter_context(
             patched((importlib.import_module("megarl.models.megatron.settings"), "compiles", lambda: True))
         )
+        # Compiling would take longer than the rest of the case.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
@@ -96,6 +97,7 @@ def attention_of_runs(
         asked, keys, values = (
             part.transpose(0, 1)[None] for part in (query[begin:end], key[first:last], value[first:last])
         )
+        # Position of each key relative to each query; negative for earlier keys.
         behind = (
             torch.arange(last - first)[None]
             - torch.arange(last - first - (end - begin), last - first)[:, None]
@@ -115,6 +117,7 @@ _CUTS = (slice(None, -1), slice(1, None))
 def rotated(tensor: Tensor, by: Any) -> Tensor:
     """Compute ``megarl.models.megatron.rotary.rotate`` with plain torch operations, so that autograd derives
     the backward pass."""
+    # Only the first ``width`` elements of a head are rotated.
     width = by.cosines.shape[-1]
     turned, others = tensor.split([width, tensor.shape[-1] - width], dim=-1)
     return torch.cat(

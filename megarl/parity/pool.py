@@ -126,6 +126,7 @@ class WorkerPool:
             return connection.recv()
         except (EOFError, ConnectionResetError):
             process = self._workers[rank][0]
+            # The exit code is available only after joining.
             process.join(timeout=10)
             self._dead = True
             return "error", f"the process died with exit code {process.exitcode}", False
@@ -184,6 +185,7 @@ class WorkerPool:
 
 
 def _is_echo(error: str) -> bool:
+    # An error of gloo about a lost connection contains the path of its transport's source file.
     return "gloo/transport" in error
 
 
@@ -215,6 +217,7 @@ def _serve(connection: Connection, port: int) -> None:
                     LOOPBACK, port, is_master=False, timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS)
                 )
             answer = ("ok", _in_group(store, name, rank, world, function, arguments))
+        # Report SystemExit and KeyboardInterrupt too; otherwise the worker would end without a reply.
         except BaseException:
             answer = ("error", traceback.format_exc())
         connection.send((*answer, len(os.listdir("/proc/self/task")) > THREADS_KEPT))

@@ -94,6 +94,7 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.outer and (case.tied or not case.lora):
         bound = "adapters of embedding and output layer need a rank, and two matrices"
         found.append(Violation("case.outer", True, bound, "write a lora and tied=0, or leave outer out"))
+    # The torch backends are compared with dense families only.
     if case.family not in DENSE:
         found += _faults_of_family(case)
     # With topk=1, transformers gives the single expert the weight 1 in both families, which Megatron-Core

@@ -118,6 +118,7 @@ def prove(
                     "bold red",
                 )
             shown.advance()
+            # After each case, so that an aborted run keeps its verdicts.
             if file is not None:
                 file.write_text(json.dumps(list(map(asdict, verdicts)), indent=1) + "\n", encoding="utf-8")
     return _report(verdicts, faults, console)
@@ -145,6 +146,8 @@ def _judge(runner: CaseRunner, name: str, fault: Fault, clean: CaseOutcome) -> V
     detail = ", ".join(f"{kind} ({kinds.count(kind)})" for kind in sorted(set(kinds)))
     if kinds and fault.kind in ("", *kinds):
         return Verdict(name, str(case), CAUGHT, detail)
+    # 16-bit rounding may hide a small fault. Its effect in float32 decides whether it should have been
+    # detected.
     in_float32 = replace(case, precision="float32", wide=False)
     if case.half and not is_above_noise(clean, runner.run(in_float32, fault)):
         return Verdict(name, str(case), BELOW_NOISE)

@@ -152,8 +152,10 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
             added = added.T if isinstance(module, _AdaptedEmbedding) else added
             state[f"{name}.weight"] = (module.weight.float() + added).to(module.weight.dtype).detach()
         elif isinstance(module, _AdaptedStacks):
+            # Merge in float32, then round once.
             wide: Any = copy.deepcopy(module).float()
             state |= {f"{name}.{stack}": getattr(wide, stack).to(model.dtype).detach() for stack in STACKS}
+    # save_pretrained renames and splits tensors, so let it write them and read the result.
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory, state_dict=state)
         return {
@@ -444,8 +446,10 @@ class ReferenceTrainer:
         the metric. If terms cancel within a token, the scale is raised until their rounding errors are within
         ``BOUND``.
         """
+        # A finite difference also gives the slope of metrics that are computed without autograd.
         moved = [values + SMALL_CHANGE * values.abs().clamp(min=1.0) for values in scores]
         parts: dict[str, list[float]] = {}
+        # Separately for each row (or pair), so that terms of different rows cannot cancel.
         for first in range(0, data["input_ids"].shape[0], self._together):
             rows = slice(first, first + self._together)
             part = {key: value[rows] for key, value in data.items()}
@@ -532,6 +536,7 @@ def trained(
             for first in range(0, len(data["input_ids"]), rows)
         ]
         trainer.call(steps, number, expected)
+    # Measure in the order of the worker's calls: training, export, then log-probabilities.
     expected.weights = saved_weights(model)
     expected.logprobs = token_logprobs(model.eval(), batch, case.sampling)
     look()

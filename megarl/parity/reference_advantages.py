@@ -117,6 +117,7 @@ def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict
     for row in rewards:
         peers = [rewards[other] for other in rewards if data["prompt"][other] == data["prompt"][row]]
         mean, count = sum(peers) / len(peers), len(peers)
+        # A single response has no others to compare with; with the mean as baseline its advantage is 0.
         baseline = mean if "plain" in options or count == 1 else (sum(peers) - rewards[row]) / (count - 1)
         squares = sum((peer - mean) ** 2 for peer in peers)
         deviation = (squares / max(count - ("sample" in options), 1)) ** 0.5
@@ -161,10 +162,13 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
         if not places:
             continue
         said = data["values"][row].double()
+        # The value of the state before a token is the output at the previous position.
         values = [float(said[place - 1]) if place else 0.0 for place in places]
         cut = "bootstrap" in case.advantages_options and bool(data["truncated"][row])
+        # A truncated response would go on, so with ``bootstrap`` its last value stands for the missing rest.
         following = [*values[1:], float(said[int(data["input_lengths"][row]) - 1]) if cut else 0.0]
         rewards = [-penalty for penalty in _penalties(case, data, row, places).values()]
+        # The reward of a response is given at its last token.
         rewards[-1] += float(data["reward"][row])
         errors = [
             reward + gamma * after - value

@@ -229,6 +229,7 @@ def _preference(call: _Call, logprobs: Tensor) -> Loss:
         if "ipo" in options:
             preference = preference + (chosen - rejected - 0.5 / beta) ** 2
         else:
+            # -log(sigmoid(x)) = log(1 + exp(-x)).
             preference = preference + torch.log1p(torch.exp(-beta * (chosen - rejected)))
         likelihood = likelihood - spoken.sum() / (max(len(spoken), 1) if "sft-mean" in options else 1)
         better, worse = float(chosen.detach()), float(rejected.detach())
@@ -306,6 +307,7 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
             if abs(float(value.detach()) - old) > clip:
                 bound = old + clip if float(value.detach()) > old else old - clip
                 if (bound - target) ** 2 > float(error.detach()):
+                    # A clipped value is constant. The product with 0 keeps the result in the graph.
                     error = 0.0 * error + (bound - target) ** 2
                     sums["clipped_share"] += 1 / call.tokens
             total = total + error / 2
@@ -508,6 +510,7 @@ def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
 def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, case: Case) -> Tensor:
     """Return the objective of each token of a sequence, which training maximises."""
     if "cispo" in case.loss_options:
+        # The ratio is only a weight here, so tokens with a clipped ratio keep their gradient.
         return clipped.detach() * advantage * current
     objective = torch.minimum(ratio * advantage, clipped * advantage)
     if "dual" not in case.loss_options:

@@ -96,6 +96,7 @@ class Routers:
         balance, loads, z_losses = [], [], []
         for logits, chosen, takes_sigmoids in self._heard:
             by_row = logits.float().view(rows, width, -1)
+            # [rows, width, E]: 1 for the experts that a token is routed to.
             went_to = (
                 torch.nn.functional.one_hot(chosen, by_row.shape[-1]).sum(1).view_as(by_row) * real[..., None]
             )

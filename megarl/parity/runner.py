@@ -86,6 +86,7 @@ class CaseRunner:
     def __init__(self, shelf: ModelShelf, pool: WorkerPool) -> None:
         self._shelf = shelf
         self._pool = pool
+        # One entry is enough: all faults of a case run one after another.
         self._prepared: tuple[Case, _Prepared] | None = None
 
     def possible(self, case: Case) -> bool:
@@ -103,6 +104,7 @@ class CaseRunner:
         try:
             shares = self._pool.run(case.world, jobs.measure, case, ready.config, ready.batch, fault)
         except (JobError, TimeoutError) as error:
+            # A timeout may come from a slow machine and does not show a wrong result.
             late = isinstance(error, TimeoutError)
             return CaseOutcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
         try:

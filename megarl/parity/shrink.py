@@ -13,6 +13,7 @@ from megarl.parity.options import joined
 
 MOST_TRIALS = 300
 SMALL = 8
+# A case with another backend or seed is a different case, not a simpler one.
 _KEPT = ("backend", "seed")
 # Most expensive first: ranks, then whole features, then sizes.
 _ORDER = [
@@ -75,6 +76,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
     """Yield cases that are simpler in one field and in the fields that depend on it."""
     value, default = getattr(case, name), _DEFAULTS[name]
     if case.family in SPARSE and name in ("experts", "topk", "expert"):
+        # A mixture-of-experts model with fewer than two experts is not valid.
         default = min(value, 2)
     if value == default:
         return
@@ -145,6 +147,7 @@ def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[
     tried: set[Case] = {case}
 
     def fails(candidate: Case) -> bool:
+        # Different changes may lead to the same case, and each trial takes seconds.
         if candidate in tried or len(tried) > MOST_TRIALS or not possible(candidate):
             return False
         tried.add(candidate)

@@ -188,12 +188,14 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
         chosen.generation.replace("apart", "asynchronous") if chosen.asynchronous else chosen.generation
     )
     parts = [chosen.task, chosen.family, chosen.backend, generation, chosen.adapter, f"seed-{seed}"]
+    # Leave out default values, so that the usual run has a short name.
     name, number = (
         "-".join(part for part in parts if part not in {"arithmetic", "qwen2", "megatron", "policy", "none"}),
         1,
     )
     while True:
         directory = chosen.out / (name if number == 1 else f"{name}.{number}")
+        # A directory without a summary is new or belongs to an unfinished run, which is then resumed.
         if not (directory / SUMMARY).exists():
             return directory
         number += 1
@@ -369,6 +371,7 @@ def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> 
         shaped: the reward was overridden, so the run's accuracies may differ from those of plain
             transformers.
     """
+    # With another reward, the validation accuracy is not the share of exact matches.
     caption = "plain transformers: the share of exact matches, independent of env.reward" if shaped else None
     table = Table(title="greedy validation accuracy over the same 256 problems", caption=caption)
     for heading in ("seed", "before GRPO", "after GRPO", "gain", "plain transformers", "seconds"):
@@ -384,6 +387,7 @@ def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> 
         )
     console.print(table)
     for summary in summaries:
+        # soft_wrap keeps a long path in one piece, so that it can be copied.
         console.print(f"reward curve: {summary.plot}", soft_wrap=True, highlight=False)
         console.print(f"Hugging Face model: {summary.model}", soft_wrap=True, highlight=False)
 

@@ -153,6 +153,7 @@ def evaluate_conversations(
 
     def answers_to(texts: Sequence[str]) -> list[str]:
         batch = tokenizer(list(texts), return_tensors="pt", padding=True)
+        # Greedy, because a sampled accuracy would differ between two evaluations of one model.
         output = model.generate(
             **batch, max_new_tokens=_LONGEST, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )
@@ -171,6 +172,7 @@ def evaluate_conversations(
         f"{begin}{rows[place]['prompt']}{said[place]}{tokenizer.eos_token}<result>{value}</result>"
         for place, value in results.items()
     ]
+    # Replace each tool call by the second response, which states the result.
     for place, answer in zip(calls, answers_to(texts) if texts else (), strict=True):
         said[place] = answer
     right = sum(answer.strip() == row["answer"] for answer, row in zip(said, rows, strict=True))

@@ -187,6 +187,7 @@ def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = Fals
         )
     draw, made = random.Random(f"problems {seed}"), 0
     while made < count:
+        # The split depends on the prompt alone, so no prompt is in two splits, whatever the seeds.
         exercise = draw.choice(_KINDS)(draw)
         if split_of(exercise.prompt) == split and not (
             only_with_mistake and exercise.mistake == exercise.answer
@@ -277,6 +278,7 @@ def _load(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"model directory {str(model_dir)!r} holds no config.json. Fix: give the folder of an exported "
             "checkpoint"
         )
+    # With left padding, all responses begin in the same column.
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
     return model.eval(), tokenizer

@@ -135,6 +135,7 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     """
     states = list(map(read_run_state, run_dirs))
     labels = run_labels([state.directory for state in states])
+    # A mark does not show its run, so a comparison of several runs has none.
     restarts = _steps_of_restarts(states[0].launches) if len(states) == 1 else []
     pictures = draw_all({labels[state.directory]: state.series for state in states}, restarts)
     if not pictures:
@@ -188,6 +189,7 @@ def _page(
     for state, label in zip(states, labels, strict=True):
         config = Path(state.directory) / CONFIG_FILE
         if config.is_file():
+            # A config edited by hand may not be valid UTF-8; a replaced character is better than no report.
             text = html.escape(config.read_text(encoding="utf-8", errors="replace"))
             yield (
                 '<details class="card"><summary>Configuration of '
@@ -199,6 +201,7 @@ def _page(
 def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
     """Return an HTML table with a column per run and a row per fact; facts that no run has are omitted."""
     columns = [dict(_facts(state)) for state in states]
+    # dict.fromkeys keeps the order of the facts, which a set would lose.
     names = list(dict.fromkeys(name for column in columns for name in column))
     head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
     rows = [f"<tr><th></th>{head}</tr>"] if len(states) > 1 else []
@@ -214,9 +217,11 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
 def _facts(state: RunState) -> Iterator[tuple[str, str]]:
     """Yield (name, HTML) for the facts and main metrics of a run."""
     for name, text in facts(state):
+        # Names and messages come from the run and may contain markup.
         said = html.escape(text.plain)
         if name == "state":
             name_of_style = state.state.replace(" ", "-")
+            # Colour only the state itself, not the reason that follows.
             behind = said.removeprefix(state.state)
             said = f'<span class="{name_of_style}">{state.state}</span>{behind}'
         elif text.style == BAD:

@@ -122,6 +122,7 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
             are damaged.
     """
     try:
+        # A read from a network file system whose server does not respond would never return.
         return read_in_time(
             lambda: _look(Path(directory), hashes, time.time() if now is None else now),
             f"run directory {directory}",
@@ -350,6 +351,7 @@ def _until_whole(
     for step, path in found:
         state = _checkpoint_state(step, path, hashes, now, key)
         yield state
+        # Only the newest usable checkpoint matters, and checking an older one may take long.
         if state is not None and not state.problems:
             return
 

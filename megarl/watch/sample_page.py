@@ -279,6 +279,7 @@ def samples_panel(run_dir: Path) -> str:
         return ""
     if not data:
         return ""
+    # JSON in a script element of another type is data: the browser does not execute it.
     return (
         '<section class="card samples" id="samples"><h2>Samples</h2></section>\n'
         f'<script type="application/json" id="samples-data">{_json(data)}</script>\n'
@@ -329,6 +330,8 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
         except ValueError:
             # A user has edited the file: the number is infinite.
             continue
+        # Keep the first sample even if it alone exceeds the limit: an empty panel would look like missing
+        # data.
         if most_bytes < 0 and kept:
             break
         kept.append(shown)

@@ -94,6 +94,7 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
     found = list[Sample]()
     for step in steps:
         found += [row for row in read_samples(files[step]) if holds(row, selection.text)]
+        # Older files need not be read.
         if len(found) >= selection.number:
             break
     if not found:
@@ -128,6 +129,7 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
         )
     step = max(files) if wanted is None else wanted
     if step not in files:
+        # A long run has too many steps to list, so name the nearest.
         near = sorted(sorted(files, key=lambda other: abs(other - step))[:8])
         raise DataError(
             f"step {step} has no {kind} samples in {run_dir / DIRECTORY}. Fix: choose one of "
@@ -146,6 +148,7 @@ def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
 
     def key(row: Sample) -> tuple[bool, float]:
         number = _number(row.get(name))
+        # Samples without a number come last. A NaN as key would make the order arbitrary.
         return math.isnan(number), 0.0 if math.isnan(number) else sign * number
 
     return sorted(judged, key=key)
@@ -203,6 +206,7 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
         _step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against)
     )
     left, right = (_by_identity(read_samples(files[step])) for step in steps)
+    # A list instead of a set intersection, to keep the order of the file.
     both = [name for name in left if name in right]
     if not both:
         fix = (
@@ -245,6 +249,7 @@ def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
     found: dict[tuple[str, ...], Sample] = {}
     for row in rows:
         shared = tuple(repr(row.get(name)) for name in ("set", "record", "prompt", "generation"))
+        # Several responses to one prompt differ only in their order, which is the same at both steps.
         found[(*shared, str(seen[shared]))] = row
         seen[shared] += 1
     return found

@@ -101,6 +101,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
         for name, curve in wanted.items()
     }
     fields["reward_faults"] = {name: sum(curve.values) for name, curve in _fault_curves(state.series).items()}
+    # The first launch is not a restart, and a run directory may have no recorded launch.
     fields["restarts"] = max(len(state.launches) - 1, 0)
     fields["worker_restarts"], fields["engine_restarts"] = (
         restarts_within(state.launches, what) for what in (WORKERS, ENGINES)
@@ -294,6 +295,7 @@ def _reward_faults(series: Mapping[str, Series]) -> str:
     """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if no reward failed."""
     said = []
     for name, curve in _fault_curves(series).items():
+        # Metrics are logged at every step, so the last value is often 0.
         last = max(index for index, value in enumerate(curve.values) if value)
         said.append(
             f"{name} {sum(curve.values):,.0f} in all, the last {curve.values[last]:,.0f} in step "
@@ -359,6 +361,7 @@ def _rate_table(rates: Mapping[str, float]) -> Table:
         *((f"{phase}_", title) for phase, title in RATED_PHASES.items()),
         ("", "whole step"),
     ):
+        # Not every algorithm has every phase: SFT does not generate.
         if f"{prefix}tokens_per_s" not in rates:
             continue
         tflops, share = rates.get(f"{prefix}tflops"), rates.get(f"{prefix}mfu")
