@@ -652,6 +652,7 @@ def read_token_ids(text: str) -> tuple[int, ...]:
     if text == "none":
         return ()
     numbers = text.split(",")
+    # isdigit alone also accepts digits of other scripts and superscripts.
     if not all(number.isascii() and number.isdigit() for number in numbers):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no token id; write for example 2 or 151643,151645, or none"

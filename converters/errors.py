@@ -24,6 +24,7 @@ class ConversionError(ValueError):
         self.fix = fix
         self.details = tuple(details)
         lines = [f"  - {detail}" for detail in self.details[: self.shown]]
+        # A wrong config may cause a problem for each of thousands of tensors.
         if len(self.details) > self.shown:
             lines.append(f"  - and {len(self.details) - self.shown} more")
         listing = "\n" + "\n".join(lines) + "\n" if lines else " "

@@ -78,6 +78,7 @@ class WrittenTensor:
         """Expert -> its parts, if their rows are not consecutive in the stored tensor; else empty. Such an
         expert's block is assembled in memory and written as a whole."""
         blocks: dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
+        # Interleaved rows are not ranges of the file, so all parts of one expert are written together.
         if any(not place.is_consecutive for _, place in self.parts):
             for part, place in self.parts:
                 assert place.index is not None, place
@@ -141,6 +142,7 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
 
 def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
     """Return the contents of ``model.safetensors.index.json``; None if there is a single file."""
+    # Loaders find a single file without an index.
     if len({tensor.file for tensor in tensors}) == 1:
         return None
     weight_map = {tensor.key: tensor.file for tensor in sorted(tensors, key=lambda tensor: tensor.key)}

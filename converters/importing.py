@@ -154,6 +154,7 @@ class ImportPlan(Plan):
             shapes[place.key] = (*place.grid, *self.shape(rule))
             for part in rule.parts:
                 own = self.dtypes[part.name]
+                # Parameters stored in one tensor share a dtype; the widest keeps all values exact.
                 dtypes[place.key] = torch.promote_types(dtypes.get(place.key, own), own)
         return {key: StoredTensor(key, shape, dtypes[key]) for key, shape in shapes.items()}
 

@@ -290,6 +290,7 @@ def kind_of(path: Path) -> str:
             f"{path} is no directory",
             "give the directory of a Hugging Face model or of a Megatron checkpoint",
         )
+    # Raises if there is no Megatron checkpoint either.
     find_checkpoint(path)
     return MEGATRON
 

@@ -125,6 +125,7 @@ def agree_on_dtypes(one: Opened, other: Opened) -> None:
         tensors = that.tensors
         for name, tensor in this.tensors.items():
             if name in tensors and any(source.is_dequantized(place.name) for place in tensor.places):
+                # One tensor is enough, because a source has one dtype for all dequantised tensors.
                 source.dequantized_dtype = that.dtype(tensors[name])
                 break
 

@@ -354,6 +354,7 @@ def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Me
     stacks: dict[str, list[Member]] = {}
     for tensor in tensors.values():
         for place in tensor.places:
+            # Stacked biases have two dimensions, and MXFP4 blocks are another form of the same weights.
             if place.index is not None and len(place.shape) == 3 and place.written:
                 stacks.setdefault(place.name, []).append((tensor, place))
     return stacks

@@ -96,6 +96,7 @@ class LoraConfig:
             return True
         if self.expression is not None:
             return self.expression.fullmatch(own) is not None
+        # Without a list, as for all-linear, every module with factors is accepted.
         return not self.targets or is_among(module, self.targets) or is_among(own, self.targets)
 
     def rank_of(self, module: str) -> int:
@@ -198,6 +199,7 @@ def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[
     if not isinstance(patterns, Mapping):
         problems.append(f"{key} = {patterns!r}: an object of patterns and numbers is needed")
         return {}
+    # Compile the complete expression, as PEFT does: a pattern such as ``)`` is only wrong inside it.
     if not all(_compiled(key, _at_end(pattern), problems) for pattern in patterns):
         return {}
     return {str(pattern): read_number(value, pattern, problems) for pattern, value in patterns.items()}
@@ -229,6 +231,7 @@ def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the targets that a key lists. Empty if other keys or a regular expression restrict the choice
     too, because the stored tensors then show what was chosen."""
     targets = config.get(key)
+    # These keys may exclude some of the listed modules, so the list alone proves nothing.
     restrictions = list(map(config.get, _CHOICE - {"target_modules", "target_parameters"}))
     if not isinstance(targets, list) or any(value not in (None, [], "") for value in restrictions):
         return frozenset()

@@ -54,6 +54,7 @@ def merge_export(
     ``dtype``, a tensor that was widened when it was imported is rounded to its original dtype."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
+        # Merge in float32 if a dtype is requested, so that values are rounded only once.
         return checkpoint.dtype_before(name, stored) if dtype is None else torch.float32
 
     model, adapter = _merged(checkpoint.model, directory, choose)

@@ -251,6 +251,7 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
     targets = set()
     for module in modules:
         end = module.rpartition(".")[2]
+        # Use the short name only if it matches no module without an adapter.
         targets.add(module if any(other.endswith(f".{end}") for other in others) else end)
     return sorted(targets)
 

@@ -40,6 +40,7 @@ class Replacement:
             rows.copy_(source.read(self.stored, ((start, start + rows.shape[0]), *whole)))
             return
         for place, token in enumerate(self.tokens):
+            # ``rows`` is a range of the tensor's rows, beginning with row ``start``.
             if start <= token < start + rows.shape[0]:
                 rows[token - start].copy_(source.read(self.stored, ((place, place + 1), *whole))[0])
 
@@ -103,6 +104,7 @@ class Replacements:
 
     def _add(self, stored: str, name: str, tokens: tuple[int, ...] | None) -> None:
         self.names.add(stored)
+        # A tied model has no output layer of its own.
         base = self._tensors.get(self._embedding if name == _HEAD and name not in self._tensors else name)
         faults = list(self._faults(stored, name, base, tokens))
         self.problems += faults

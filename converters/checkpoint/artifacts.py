@@ -131,8 +131,10 @@ def replace_tokenizer(directory: Path, source: Path | None = None) -> None:
         path.unlink()
     if source is None:
         return
+    # A tokenizer of a custom class needs its code files.
     for path in (*_tokenizer_files(source), *source.glob("*.py")):
         place = directory / path.relative_to(source)
+        # An existing code file may belong to the model, so keep it.
         if not place.exists():
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, place)

@@ -134,6 +134,7 @@ def tool_version() -> str:
     try:
         return version("megarl-trainer")
     except PackageNotFoundError:
+        # A checkout on the import path need not be installed.
         return "unknown"
 
 

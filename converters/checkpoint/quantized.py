@@ -133,6 +133,7 @@ def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
     """Split a range at block boundaries."""
     start, stop = span
     while start < stop:
+        # The range may begin and end inside a block.
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end

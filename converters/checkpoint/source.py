@@ -341,6 +341,7 @@ class HuggingFaceSource:
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ConversionError(f"{path} has no weight_map", "fetch or write the index again")
         files = {str(name): str(file_name) for name, file_name in weight_map.items()}
+        # The index is untrusted: a name such as ../x must not be opened.
         problems = unusable_names(self.directory, {*files.values()}, "safetensors file", ".safetensors")
         if problems:
             raise ConversionError(

@@ -121,6 +121,7 @@ class Staging:
         with self._mutex:
             self._waiting.append((finished, file))
             self._finished_pieces += 1
+            # A flush waits for the disk, so do it only from time to time.
             if time.monotonic() - self._recorded_at > _SECONDS_BETWEEN_RECORDS:
                 self._flush()
 
@@ -187,6 +188,7 @@ class Staging:
             )
             if records:
                 self._refuse_other_plan(records[0].get("plan"), f"part {other}")
+            # The first record is the plan; the last one marks a finished part.
             if records and records[-1] == _DONE:
                 found[other] = records[1:-1]
         return found

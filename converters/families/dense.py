@@ -25,6 +25,8 @@ def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     return (
         Rule("embedding.word_embeddings.weight", Kind.VOCAB, (embedding,)),
         *module_rules("decoder.final_layernorm", Kind.REPLICATED, {"model.norm": (facts.hidden_size,)}),
+        # With pipeline parallelism, the last stage has a copy of a tied embedding, which must not be exported
+        # a second time.
         Rule("output_layer.weight", Kind.VOCAB, (embedding if tied else head,), emits=not tied),
     )
 

@@ -15,4 +15,5 @@ def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
     scoring = module_rules(
         "output_layer", Kind.REPLICATED, {"score": (head.labels, facts.hidden_size)}, bias=head.bias
     )
+    # The score layer replaces the output layer under the same Megatron-Core name.
     return (*(rule for rule in rules if rule.megatron_name != OUTPUT_LAYER), *scoring)

@@ -55,6 +55,7 @@ def read_hf_config(place: str | Path, *, trust_remote_code: bool = False, **opti
     """
     from transformers import AutoConfig, PreTrainedConfig
 
+    # Read the plain content first: AutoConfig knows a renamed family only by transformers' name.
     content, _ = PreTrainedConfig.get_config_dict(place, **options)
     if renamed_class(content.get("model_type")) is not None:
         return make_hf_config(content)

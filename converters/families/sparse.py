@@ -62,6 +62,7 @@ def _read_sparse_layers(config: Config, num_layers: int, problems: list[str]) ->
     if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
         problems.append(f"mlp_only_layers = {dense!r}: a list of layer indices is needed")
         dense = []
+    # transformers counts layers from 1 for this step, and from 0 in mlp_only_layers.
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
@@ -151,6 +152,7 @@ def _expert_tensor(
         shape: its shape.
         stacked: location in the stack, whose name lacks the block.
     """
+    # The first location is the one to write; all others are alternatives for reading.
     first, *others = [f"{block}.{stacked.index}.{name}.weight" for block in blocks]
     alone = [TensorLocation(other, shape) for other in others]
     together = [replace(stacked, name=f"{block}.{stacked.name}") for block in blocks]

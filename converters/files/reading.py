@@ -122,6 +122,7 @@ def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", su
     of a file that exists in the directory."""
     problems = []
     for name in sorted(names):
+        # The names come from an untrusted index and must not lead out of the directory.
         if PurePosixPath(name).name != name or "\\" in name or not name.endswith(suffix):
             problems.append(f"{name!r} is not the plain name of a {kind} in the directory")
         elif not (directory / name).is_file():

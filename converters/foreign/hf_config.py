@@ -119,6 +119,7 @@ def _mixture_family(settings: ForeignSettings, norms: bool, query_bias: bool) ->
 def _window(size: Any) -> int | None:
     """Return the window as transformers counts it, including the token itself; None without a window."""
     return (
+        # Megatron-Core's window does not count the token itself, transformers' window does.
         size[0] + 1
         if isinstance(size, tuple) and len(size) == 2 and isinstance(size[0], int) and size[0] >= 0
         else None

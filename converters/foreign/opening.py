@@ -211,6 +211,7 @@ def token_entries(options: OpeningOptions) -> dict[str, Any]:
     fill in its defaults."""
     entries: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if options.tokenizer is not None:
+        # Later files override earlier ones, as the generation config does in transformers.
         for name in ("config.json", "generation_config.json"):
             found = _read_json_file(options.tokenizer / name)
             entries |= {key: found[key] for key in entries if found.get(key) is not None}

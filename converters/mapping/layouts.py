@@ -148,6 +148,7 @@ def _qkv_spans(rule: Rule, head_dim: int) -> Iterator[Span]:
     query, key, _ = (part.shape[0] for part in rule.parts)
     groups = key // head_dim
     per_group = query // groups
+    # Megatron-Core interleaves the rows of queries, key and value by query group.
     for group in range(groups):
         yield Span(0, group * per_group, (group + 1) * per_group)
         yield Span(1, group * head_dim, (group + 1) * head_dim)

@@ -269,10 +269,12 @@ def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
     its ``top_k / topk_group`` best scores; for normalised softmax these scores are the logits.
     """
     routing, chosen = mixture.routing, mixture.experts_per_token
+    # Megatron-Core divides sigmoid scores by their sum if and only if a token has several experts.
     if routing.score == "sigmoid" and mixture.normalized != (chosen > 1):
         return False
     if not routing.is_grouped:
         return True
+    # Megatron-Core ranks a group by the sum of its best (topk / groups per token) scores.
     ranked_by = chosen // routing.groups_per_token
     return ranked_by == routing.best_of_group and (
         routing.score == "sigmoid" or not mixture.normalized or ranked_by == 1

@@ -109,6 +109,7 @@ def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield (copy, original) tensor names for the embedding and the output layer, which an MTP layer shares
     with the main model but may store again."""
     for index in range(facts.prediction_layers):
+        # MTP layers are numbered after the model's own layers.
         prefix = f"model.layers.{facts.num_layers + index}."
         yield f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"
         head = "model.embed_tokens.weight" if facts.tied_embeddings else "lm_head.weight"

@@ -168,6 +168,7 @@ def _parameters(config: Config) -> dict[str, object]:
     """Return the rotary parameters, including the older top-level keys."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = dict(found) if isinstance(found, Mapping) else {"rope_type": found}
+    # Older configs have these keys at the top level.
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is None and config.get(key) is not None:
             parameters[key] = config[key]

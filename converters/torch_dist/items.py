@@ -59,6 +59,7 @@ class RawTensor:
         """True if the elements are stored in order without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            # The stride of a dimension of size 1 is arbitrary.
             if size > 1 and stride != expected:
                 return False
             expected *= size

@@ -175,6 +175,7 @@ class TorchDistCheckpoint:
             ConversionError: the object does not exist, or its file is missing or too short.
         """
         place = self._object_places.get(key)
+        # The path comes from the index, which is untrusted.
         if place is None or unusable_names(self.directory, [str(place.relative_path)]):
             raise ConversionError(
                 f"{self.directory} has no object {key!r}", "check that the checkpoint is complete"
@@ -314,6 +315,7 @@ def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
     ordered = sorted(boxes)
     for number, one in enumerate(ordered):
         for other in itertools.islice(ordered, number + 1, None):
+            # Boxes are sorted by their first index, so no later box can overlap this one.
             if one and other[0][0] >= one[0][1]:
                 break
             if intersection(one, other) is not None:

@@ -253,6 +253,7 @@ def add_model(call: Call, model: Any) -> None:
     text = os.fspath(model)
     call.put("policy.model_name", text, "model")
     path = Path(text).expanduser()
+    # A hub id is NAME or OWNER/NAME.
     looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
     if path.is_dir() and not (path / "config.json").is_file():
         found = f"{path.absolute()} has no config.json"

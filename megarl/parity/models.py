@@ -243,6 +243,7 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
+    # Another seed than for the base weights, so that factors are independent of them.
     generator = torch.Generator().manual_seed(case.seed + 1)
     factors: dict[str, torch.Tensor] = {}
     with safe_open(directory / "model.safetensors", "pt") as stored:

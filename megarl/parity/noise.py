@@ -121,6 +121,7 @@ def _of_one_token(found: Sequence[Tensor], logprobs: Tensor) -> float:
 def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[Tensor, Expected]:
     """Return the log-probabilities and training results of one noisy run, in the case's precision. ``model``
     is trained in place."""
+    # A seed for each run, so that further runs leave the first ones unchanged.
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
     # Only eager attention calls the softmax that is patched below.
     model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -216,6 +217,7 @@ def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generato
     """Add errors to the output of every module without children (projections, norms, embeddings, experts) and
     to the inputs of routers."""
 
+    # A router's choice is discrete, so its errors are added to its inputs.
     gates = set(gates_of(model))
     for gate in gates:
         gate.register_forward_pre_hook(

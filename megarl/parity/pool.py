@@ -51,6 +51,7 @@ class WorkerPool:
 
     def __init__(self, job_seconds: float = JOB_SECONDS, preload: Sequence[str] = PRELOADED) -> None:
         self._job_seconds = job_seconds
+        # Forking this process would copy locks that threads of torch or gloo hold. The server only imports.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._workers: list[tuple[Any, Connection]] = []

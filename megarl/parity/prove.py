@@ -107,6 +107,7 @@ def prove(
             given = _verdicts(runner, case, {name: faults[name] for name in wanted})
             verdicts += given
             seen |= {verdict.name for verdict in given if verdict.state == CAUGHT}
+            # Report a missed fault at once, with the command that repeats it.
             missed = [
                 verdict
                 for verdict in given

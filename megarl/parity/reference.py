@@ -427,6 +427,7 @@ class ReferenceTrainer:
             )
         # With an infinite bound nothing is clipped, but the norm is still returned.
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
+        # The schedules are computed without torch's schedulers, which a backend uses.
         for group in self._optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = decay if group["decays"] else 0.0

@@ -77,6 +77,7 @@ def responses(data: Mapping[str, Any]) -> Fraction:
     total = Fraction(0)
     for row, counted in enumerate(data["sample_mask"].tolist()):
         own = int(data["token_mask"][row, 1:].sum()) if counted else 0
+        # Fractions are exact, so that the segments of a response add up to 1.
         total += Fraction(own, max(int(data["response_tokens"][row]), 1))
     return total
 

@@ -71,6 +71,7 @@ class Routers:
 
     def __init__(self, model: torch.nn.Module, balancing: Balancing) -> None:
         self._balancing = balancing
+        # For each router: logits, chosen experts, and True for sigmoid scores.
         self._heard: list[tuple[Tensor, Tensor, bool]] = []
         for gate in gates_of(model):
             gate.register_forward_hook(self._listen)

@@ -117,6 +117,7 @@ class CaseRunner:
         # float32 bound is detected, and measured bounds need not confirm it.
         measures = case.has_measured_bounds or fault is None
         if not outcome.passes and measures and not ready.confirms:
+            # Keep the better bounds for the faults of this case.
             ready = self._keep(case, self._with_more_members(case, ready))
             outcome = self._judged(case, ready, shares)
         return replace(outcome, seconds=time.monotonic() - started)

@@ -23,6 +23,7 @@ from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
 
 _LAYER = "model.layers.*"
 _HEAD_NORMS = {f"{_LAYER}.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
+# Plans are module attributes, because a config gives their import path.
 mlp = {
     f"{_LAYER}.mlp.gate_proj": "colwise",
     f"{_LAYER}.mlp.up_proj": "colwise",

@@ -154,6 +154,7 @@ def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[
         return still_fails(candidate)
 
     before = None
+    # A change that did not keep the failure may do so after another one.
     while before != case:
         before = case
         for name in _ORDER:

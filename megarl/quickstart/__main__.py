@@ -165,6 +165,7 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
     try:
         start_ray(stack)
+        # All seeds share one Ray cluster, because its start takes seconds.
         summaries = [
             run_once(seed, _directory(chosen, seed), _changes(chosen), console) for seed in chosen.seeds
         ]

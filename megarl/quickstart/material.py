@@ -304,6 +304,7 @@ def greedy_answers(
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
+        # ``generate`` returns prompt and response, so drop the columns of the prompt.
         for answer in tokenizer.batch_decode(
             output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
         ):

@@ -135,6 +135,7 @@ class ModelFlops:
         """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         if adapters is not None:
+            # Frozen weights need gradients of their inputs, but no weight gradients.
             last = (tokens if logits is None else logits) * self.logits
             return (
                 3 * (self.forward(lengths, logits) + tokens * 2.0 * adapters)

@@ -126,6 +126,7 @@ class StepThroughput:
                 continue
             work, extra = self._flops(phase, passed)
             model, hardware = model + work, hardware + work + extra
+            # Generation engines may have devices of their own.
             count = self.devices.generating if phase == GENERATION else self.devices.training
             figures |= self._rates(f"{phase}_", _tokens(phase, passed), work, extra, took, count)
         step = seconds[STEP_SECONDS]
@@ -169,6 +170,7 @@ class StepThroughput:
         if self.flops is not None:
             rate = work / seconds / devices
             rates |= {f"{prefix}tflops": rate / 1e12, f"{prefix}mfu": rate / self.devices.peak}
+            # Without recomputation this equals the MFU.
             if extra:
                 rates[f"{prefix}hfu"] = (work + extra) / seconds / devices / self.devices.peak
         return rates

@@ -295,6 +295,7 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
     # Overlapping phases must not count twice.
     own = sum(value for name, value in seconds.items() if name not in beside)
     seconds["other"] = max(sum(steps) / len(steps) - own, 0.0)
+    # Longest phase first; the remainder is always last.
     return dict(sorted(seconds.items(), key=lambda item: (item[0] == "other", -item[1])))
 
 

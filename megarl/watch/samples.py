@@ -182,6 +182,7 @@ def _said(row: Sample) -> Iterator[RenderableType]:
     """Yield the response of a sample or, for a multi-turn conversation, all turns. The environment's turns
     are dimmed like prompts."""
     turns = row.get("turns")
+    # An edited or damaged entry still has its response as one text.
     if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns
     ):
