@@ -118,7 +118,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A section of a stored tensor that is processed at a time.
+    """Rows of a stored tensor that are read, cast and written in one step.
 
     Attributes:
         key: name of the stored tensor.

@@ -240,8 +240,7 @@ def plan_export(
     Args:
         checkpoint: the Megatron checkpoint.
         dtype: dtype of all tensors; None keeps the checkpoint's dtypes, and narrows tensors that an import
-            has
-            widened to their original dtype.
+            has widened to their original dtype.
         max_shard_bytes: maximum bytes of tensors per file; a larger tensor gets a file of its own.
         allow_missing: patterns (``*`` and ``?``) of names that may have no counterpart.
         lora: directory of an adapter to merge.
@@ -324,8 +323,7 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
 
     Raises:
         ConversionError: a file next to the weights was changed, tensors were added or removed, or the
-            manifest
-            contradicts the family.
+            manifest contradicts the family.
     """
     manifest = checkpoint.manifest
     if manifest is None:

@@ -51,13 +51,11 @@ class MegatronCheckpoint:
         config_is_made: the config was derived from the trainer's settings.
         unanswered: command line flags for values that a derived config lacks, and that an export needs.
         padding_is_free: padding rows of the vocabulary may have any values, because other trainers initialize
-            them
-            arbitrarily.
+            them arbitrarily.
         stored: the tensors as they are stored.
         weights: the selected weights (``OpeningOptions``).
         absent_predictors: number of multi-token-prediction layers in the config that the checkpoint of a
-            training
-            run lacks; 0 for a conversion.
+            training run lacks; 0 for a conversion.
     """
 
     directory: Path
@@ -108,8 +106,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
 
     Raises:
         ConversionError: there is no checkpoint, its model is unknown, or config, settings and options
-            contradict each
-            other.
+            contradict each other.
     """
     options = options or OpeningOptions()
     directory = find_checkpoint(path)
@@ -301,9 +298,8 @@ def describe(opened: Opened) -> dict[str, Any]:
     Returns:
         ``path``, ``format``, ``family``, ``parameters``, ``bytes``, ``dtypes`` (dtype -> number of tensors),
             ``tied_embeddings`` and ``architecture`` (fields of ``Architecture``). If applicable also
-                ``missing``
-            (tensor names) and the format of quantised weights; for Megatron ``layers`` (stacked or indexed),
-            ``padded_vocabulary`` and ``optimizer_state``; for conversions ``converted_from`` and
+            ``missing`` (tensor names) and the format of quantised weights; for Megatron ``layers`` (stacked
+            or indexed), ``padded_vocabulary`` and ``optimizer_state``; for conversions ``converted_from`` and
             ``manifest_tensors``.
     """
     architecture = opened.model.architecture

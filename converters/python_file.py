@@ -30,8 +30,7 @@ def module_of_file(path: Path) -> ModuleType:
 
     Raises:
         PythonFileError: the file cannot be read, raises any exception (also SystemExit), or imports a file of
-            its
-            directory whose name Python resolves to another module.
+            its directory whose name Python resolves to another module.
     """
     try:
         text = path.read_bytes()

@@ -366,8 +366,7 @@ def selftest_of(
         family_files: files of user-defined families.
         config: ``config.json`` of a tiny model, or its directory; None generates one.
         megatron: context manager that is called with the family files and provides a ``ComputeLogprobs``;
-            None
-            without Megatron-Core.
+            None without Megatron-Core.
 
     Returns:
         Exit code, summary for JSON, text for the terminal.

@@ -25,9 +25,8 @@ class Untouched:
     Args:
         source: the checkpoint; tensors are read on demand.
         architecture: its architecture; needed for multi-token-prediction layers that are numbered after the
-            ordinary
-            layers. Their copies of embedding and output layer are excluded, because training changes the
-                originals.
+            ordinary layers. Their copies of embedding and output layer are excluded, because training changes
+            the originals.
     """
 
     def __init__(self, source: HuggingFaceSource, architecture: Architecture | None = None) -> None:

@@ -94,8 +94,7 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
     Args:
         one, other: the checkpoints.
         excused: patterns (``*`` and ``?``) of tensor names that may have no counterpart, in addition to those
-            in the
-            manifests.
+            in the manifests.
     """
     opened = [one] if other is None else [one, other]
     alone = (*excused, *recorded_excuses(opened))

@@ -50,9 +50,8 @@ class Factors:
         rank: rank of the adapter.
         is_embedding: the factors are transposed, as PEFT stores them for embeddings.
         place: location of an expert's tensor in a stack, whose factors are stored together for all experts:
-            the
-            expert has ``rank`` rows of ``down``, every n-th column of ``up``, and the rows that ``place``
-                gives.
+            the expert has ``rank`` rows of ``down``, every n-th column of ``up``, and the rows that ``place``
+            gives.
     """
 
     down: str

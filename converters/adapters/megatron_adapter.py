@@ -47,8 +47,7 @@ def linears(architecture: Architecture, *, of_experts: bool = False) -> list[Rul
     Args:
         architecture: architecture of the model.
         of_experts: return only weights of routed experts; False returns only the others. Megatron-Bridge has
-            one
-            adapter for all experts of a rank, PEFT one per expert.
+            one adapter for all experts of a rank, PEFT one per expert.
     """
     return [
         rule

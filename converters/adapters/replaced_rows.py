@@ -46,7 +46,8 @@ class Replacement:
 
 
 class Replacements:
-    """The replacements of an adapter.
+    """Base weights that an adapter replaces, as a whole (``modules_to_save``) or in single rows
+    (``trainable_token_indices``).
 
     Args:
         source: the adapter.
@@ -56,7 +57,7 @@ class Replacements:
     Attributes:
         found: Hugging Face tensor name -> replacement.
         names: adapter tensors that were recognised as replacements, valid or not.
-        problems: problems with these tensors.
+        problems: error messages about these tensors.
     """
 
     def __init__(self, source: AdapterSource, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> None:

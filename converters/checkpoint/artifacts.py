@@ -60,8 +60,7 @@ def artifacts(directory: Path) -> list[Path]:
 
     Raises:
         ConversionError: a symlink leads out of the directory or is dangling. Symlinks of the hub's cache may
-            lead
-            to its ``blobs``.
+            lead to its ``blobs``.
     """
     found, problems = [], []
     for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:

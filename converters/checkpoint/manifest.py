@@ -54,8 +54,7 @@ class ConversionManifest:
         also_stored: copy -> original, for tensors that the Hugging Face checkpoint stores twice, such as the
             output layer of a tied model.
         places: tensor name -> its location (stored name and shape, index, first row), for tensors that are
-            stored
-            under another name, such as in a stack of experts.
+            stored under another name, such as in a stack of experts.
         notes: further information for the user, such as changed dtypes and the largest error.
         missing: excused tensors that the source did not have.
         left_out: excused names of the source without a counterpart.
@@ -243,8 +242,7 @@ class HeldAgainst:
         directory: directory of the source, for error messages.
         dtypes: Hugging Face tensor name -> dtype in which it is written.
         other: names of tensors whose values the conversion changes, such as by merging an adapter; they are
-            not
-            verified.
+            not verified.
     """
 
     def __init__(
@@ -284,14 +282,14 @@ class HeldAgainst:
         """Check that the source matches its manifest.
 
         Args:
-            written: name -> digest of the tensors as written.
-            before: name -> digest of the second hashes.
+            written: name -> digest of each tensor in the dtype that is written.
+            before: name -> digest in the dtype that the manifest records, for tensors in which the two dtypes
+                differ.
 
         Raises:
             ChangedSourceError: lists the changed tensors.
         """
-        # The manifest has the hash of the stored values. If this conversion casts a tensor, compare the
-        # values before the cast.
+        # Compare hashes in the dtype that the manifest records, even if this conversion writes another dtype.
         changed = [
             name
             for name, record in self._records.items()

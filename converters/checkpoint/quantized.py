@@ -4,8 +4,7 @@ Scales are hidden, and values are computed in float32 in small chunks, and retur
 requested dtype.
 
 * FP8 with block scales (DeepSeek-V3): a value times the scale of its block. Blocks at the lower and right
-  edge
-  may be incomplete.
+  edge may be incomplete.
 * MXFP4 (GPT-OSS): two values per byte, the lower half first, each times two to the power of the scale of its
   group of 32. transformers transposes these matrices; the family's rules handle that.
 """
@@ -82,8 +81,7 @@ class Microscaled:
         stored_shape: shape of the stored scales, [..., groups]; a group is ``GROUP`` values of the last
             dimension.
         read_blocks, read_scales: read the stored uint8 tensors; the blocks have a last dimension for the
-            bytes of
-            a group.
+            bytes of a group.
     """
 
     def __init__(

@@ -110,8 +110,7 @@ def open_source(model_name: str | Path, revision: str | None = None) -> HuggingF
 
     Args:
         model_name: local directory, or hub id such as ``Qwen/Qwen2.5-0.5B``. Only safetensors, JSON,
-            tokenizer
-            and code files of a repository are downloaded.
+            tokenizer and code files of a repository are downloaded.
         revision: branch, tag or commit of a hub repository.
 
     Raises:

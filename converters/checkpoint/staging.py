@@ -46,8 +46,7 @@ class Staging:
     Args:
         target: the final directory.
         plan: name -> fingerprint of everything that determines the output
-            (``converters.checkpoint.manifest``).
-            Unfinished work with another plan is deleted.
+            (``converters.checkpoint.manifest``). Unfinished work with another plan is deleted.
         overwrite: replace an existing target at the end.
         part: (number of this part from 1, number of parts); None for all of the work.
         others_in: returns the files in an existing target that must not be replaced.

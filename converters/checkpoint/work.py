@@ -45,8 +45,7 @@ class RunOptions:
         overwrite: replace an existing checkpoint of the same kind.
         progress: stream for progress reports; None for none.
         part: (number of this part from 1, number of parts); None for all of the work. The part that finishes
-            last
-            completes the directory.
+            last completes the directory.
     """
 
     workers: int = 2

@@ -37,8 +37,7 @@ def write_hf(
         stream: (name, tensor) pairs. Each tensor is copied, so the producer may reuse its buffer.
         out_dir: directory to create, with its parents.
         beside: writes ``config.json`` and all other files. Called with the temporary directory and the dtype
-            that
-            has the most bytes.
+            that has the most bytes.
         max_shard_bytes: maximum bytes of tensor data per file; a larger tensor gets a file of its own.
 
     Returns:

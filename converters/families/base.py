@@ -60,9 +60,8 @@ def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bo
         num_layers: number of layers.
         uniform: ``sliding_window`` applies to every layer.
         by_layer: ``sliding_window`` applies to the layers that ``layer_types`` lists. Without
-            ``layer_types``,
-            transformers' defaults apply: with ``max_window_layers`` the layers from that index on, with
-            ``uniform`` all layers, otherwise every other layer, starting with the first.
+            ``layer_types``, transformers' defaults apply: with ``max_window_layers`` the layers from that
+            index on, with ``uniform`` all layers, otherwise every other layer, starting with the first.
     """
     window = config.get("sliding_window")
     if not isinstance(window, int) or not (uniform or by_layer) or config.get("use_sliding_window") is False:
@@ -99,15 +98,12 @@ class Family:
         read_mixture: reads the experts from the config and the number of layers; appends problems to the
             list.
         has_uniform_window: ``sliding_window`` applies to every layer. Together with ``has_layer_windows``,
-            only
-            if there is no ``layer_types``.
+            only if there is no ``layer_types``.
         read_latent_attention: reads latent attention from the config; appends problems to the list.
         read_gated_delta: reads gated delta nets from the config and the number of layers; appends problems to
-            the
-            list.
+            the list.
         read_vision: reads the vision tower from the config; appends problems to the list. Families with a
-            tower
-            nest the text config in ``text_config``, and the text tensors under ``NESTED_PREFIX``.
+            tower nest the text config in ``text_config``, and the text tensors under ``NESTED_PREFIX``.
         may_be_nested: transformers uses ``NESTED_PREFIX`` for a text-only model that was loaded from a
             vision-language model.
         zero_centered_norms: norms multiply by 1 + weight.
@@ -121,8 +117,7 @@ class Family:
         config_like: for a family that transformers does not know: ``model_type`` of the config class that
             provides defaults. None if ``config.json`` must be complete.
         defaults: that class's defaults for keys that decide which tensors exist, for reading a
-            ``config.json``
-            without transformers.
+            ``config.json`` without transformers.
     """
 
     model_type: str

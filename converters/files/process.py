@@ -8,8 +8,7 @@ def status_bytes(key: str, process: int | str = "self") -> int:
 
     Args:
         key: ``VmRSS`` for the resident memory, or ``VmHWM`` for its peak since the program started.
-            (getrusage
-            also counts the time before exec.)
+            (getrusage also counts the time before exec.)
         process: process id, or ``self``.
     """
     # The process's name may not be valid UTF-8, so read bytes.

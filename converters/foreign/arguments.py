@@ -228,8 +228,7 @@ def import_for_megatron_lm(
 
     Raises:
         ConversionError: as in ``import_model``. Also if a training run uses ``target``, or Megatron-LM's
-            arguments
-            cannot describe the model.
+            arguments cannot describe the model.
     """
     state = megatron_lm_state(
         plan.architecture,

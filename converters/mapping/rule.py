@@ -49,13 +49,11 @@ class TensorLocation:
         name: name of the stored tensor.
         shape: full shape of the stored tensor.
         index: index in the first dimension of the stored tensor, which the tensor itself does not have (the
-            expert,
-            in a stack of experts); None without such a dimension.
+            expert, in a stack of experts); None without such a dimension.
         start: first row in the stored tensor.
         step: distance between rows in the stored tensor; above 1 if tensors are interleaved.
         transposed: the stored tensor has the tensor's two dimensions in reverse order. ``start`` and ``step``
-            then
-            apply to the last dimension of the stored tensor.
+            then apply to the last dimension of the stored tensor.
         written: the format may be written; otherwise it is only read.
     """
 

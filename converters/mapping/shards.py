@@ -37,8 +37,7 @@ def load_shard(
             rank.
         tp_size: size of that group.
         padded_vocab: rows of the padded embedding over all ranks; None for the smallest multiple of
-            ``tp_size``.
-            Padding rows are zero.
+            ``tp_size``. Padding rows are zero.
         dtype: dtype of the result; None for that of the checkpoint.
 
     Returns:
@@ -46,8 +45,7 @@ def load_shard(
 
     Raises:
         ConversionError: a tensor is missing or has a wrong shape, the parameter cannot be divided, or the
-            parts have
-            different dtypes and no ``dtype`` is given.
+            parts have different dtypes and no ``dtype`` is given.
     """
     places = [locate(part, source) for part in rule.parts]
     padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
@@ -73,8 +71,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
     Args:
         rule: rule of the parameter.
         shards: the shard of each tensor-parallel rank (expert-tensor-parallel rank for an expert's
-            parameter), in
-            rank order, on the same device. Of a replicated parameter only the first is used.
+            parameter), in rank order, on the same device. Of a replicated parameter only the first is used.
         architecture: architecture of the model.
 
     Yields:
@@ -150,14 +147,12 @@ def join(stream: Iterable[tuple[str, Tensor]], architecture: Architecture) -> It
 
     Args:
         stream: (name, tensor) for each tensor of the model, once. Tensors that are stored together must have
-            the same
-            dtype and device.
+            the same dtype and device.
         architecture: architecture of the model.
 
     Yields:
         (stored name, tensor). A tensor that may be stored alone is passed on at once. A stack is yielded when
-            its
-            last part has arrived; until then it is in memory.
+            its last part has arrived; until then it is in memory.
     """
     parts = {part.name: part for part in hf_tensors(architecture) if not part.alone}
     missing = Counter(part.places[0].name for part in parts.values())

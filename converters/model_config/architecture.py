@@ -26,8 +26,7 @@ class ModelFacts:
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key-value groups.
         head_dim: width of a head; not always hidden_size / num_attention_heads. With latent attention, the
-            width of
-            the rotated part.
+            width of the rotated part.
         vocab_size: rows of the embedding, without padding.
         tied_embeddings: the output layer is the embedding.
         max_position: maximum sequence length in tokens; None if unknown.
@@ -46,8 +45,7 @@ class ModelFacts:
             (``converters.model_config.prediction_layers``).
         vision: vision tower, which is converted but not computed; None for a text-only model.
         head: score layer that replaces the output layer (``converters.model_config.heads``); None for a
-            language
-            model.
+            language model.
     """
 
     family: str
@@ -116,10 +114,8 @@ class Architecture(ModelFacts):
         initializer_range: standard deviation of the initial weights.
         rotary_fraction: leading fraction of a head's dimensions that is rotated.
         gate_limit: None for an ordinary gated MLP. Otherwise the gate is clamped from above to this limit and
-            the
-            other factor to plus or minus the limit; the gate is ``x * sigmoid(1.702 x)``, and 1 is added to
-                the other
-            factor.
+            the other factor to plus or minus the limit; the gate is ``x * sigmoid(1.702 x)``, and 1 is added
+            to the other factor.
     """
 
     max_position: int

@@ -37,8 +37,7 @@ class GatedDeltaNet:
         convolution: kernel size in tokens of the causal convolution over queries, keys and values.
         layers: for each layer, whether it has a gated delta net; the others have attention.
         stored_by_head: Hugging Face checkpoints store the projections by key head (Qwen3-Next) instead of as
-            separate
-            tensors.
+            separate tensors.
     """
 
     key_heads: int

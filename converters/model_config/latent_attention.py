@@ -42,8 +42,7 @@ class LatentAttention:
         qk_rope_head_dim: width of the rotated part; dimensions are rotated in interleaved pairs.
         v_head_dim: width of a head's value.
         mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0 for
-            no
-            factor.
+            no factor.
     """
 
     q_lora_rank: int | None

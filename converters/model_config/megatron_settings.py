@@ -102,25 +102,20 @@ class MegatronSettings:
 
     Attributes:
         transformer: keyword arguments of ``TransformerConfig`` (``MLATransformerConfig`` with latent
-            attention). The
-            caller adds the activation function (``torch.nn.functional.silu``, or
+            attention). The caller adds the activation function (``torch.nn.functional.silu``, or
             ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` for ``clamped_swiglu``) and all settings of
-                training
-            and layout. For experts these are ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
-            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, which is off by default.
+            training and layout. For experts these are ``expert_*_parallel_size``,
+            ``moe_token_dispatcher_type``, ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing
+            loss, which is off by default.
         model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
         attributes: attributes to set on the config object after construction: YaRN's, which ``GPTModel``
-            reads with
-            ``getattr`` without a declared field, and values that the constructor would reject.
+            reads with ``getattr`` without a declared field, and values that the constructor would reject.
         llama3: keyword arguments of ``RotaryEmbedding._apply_scaling`` for the unscaled ``inv_freq`` of the
-            built
-            model; None if ``GPTModel`` has arguments for the scaling.
+            built model; None if ``GPTModel`` has arguments for the scaling.
         routing: routing that Megatron-Core's routers do not support; None if they do. The arguments above
-            then only
-            serve to build Megatron-Core's router.
+            then only serve to build Megatron-Core's router.
         latent_norm_epsilon: epsilon to set in the norms of latent attention after building, because
-            Megatron-Core
-            gives them that of the other norms; None if not needed.
+            Megatron-Core gives them that of the other norms; None if not needed.
     """
 
     transformer: dict[str, Any]
@@ -136,8 +131,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
 
     Raises:
         ConversionError: Megatron-Core does not support the combination of biases or the rotary scaling, or
-            the model
-            has a score layer.
+            the model has a score layer.
     """
     if architecture.head is not None:
         raise ConversionError(

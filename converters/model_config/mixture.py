@@ -19,8 +19,7 @@ class Routing:
     Attributes:
         score: softmax over all experts, or sigmoid of each logit.
         has_correction_bias: a value per expert is added to the scores for the selection, but not in the
-            weights. It
-            is not a parameter, has no gradient, and is always float32.
+            weights. It is not a parameter, has no gradient, and is always float32.
         groups: number of equal groups of consecutive experts; 1 without groups.
         groups_per_token: number of groups that a token may use.
         best_of_group: a group is ranked by the sum of this number of its best scores.
@@ -103,11 +102,9 @@ class MixtureOfExperts:
         sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one is
             True.
         auxiliary_loss_coefficient: weight of the load-balancing loss that transformers would train with; no
-            effect
-            on the logits.
+            effect on the logits.
         shared_ffn_hidden_size: width of the shared expert's gated MLP; 0 without one. Several shared experts
-            count
-            as one with their total width.
+            count as one with their total width.
         shared_gate: the shared expert's output is multiplied by the sigmoid of a gate with one logit.
         routing: how experts are selected.
     """

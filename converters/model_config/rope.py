@@ -58,9 +58,9 @@ def read_rope(
     Returns:
         The base (theta), and None or one of ``{"type": "linear", "factor"}``, ``{"type": "llama3", "factor",
             "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}``, ``{"type": "yarn",
-                "factor",
-            "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-            "mscale_all_dim", "truncate"}``. ``mscale`` and ``mscale_all_dim`` are both numbers or both None.
+            "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+            "mscale", "mscale_all_dim", "truncate"}``. ``mscale`` and ``mscale_all_dim`` are both numbers or
+            both None.
     """
     parameters = _parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):

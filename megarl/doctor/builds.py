@@ -155,8 +155,7 @@ def check_transformer_engine(is_needed: bool = False) -> Check:
 
     Args:
         is_needed: runs require it (``policy.megatron_cfg.transformer_engine`` is true), so a fault is a
-            failure.
-            Otherwise a fault is a warning, because runs work without it.
+            failure. Otherwise a fault is a warning, because runs work without it.
     """
     title, version = "Transformer Engine", installed_version("transformer-engine")
     if version is None:

@@ -65,8 +65,7 @@ class TorchBuild:
         cuda: CUDA version such as ``"12.8"``; None for a CPU build.
         gpus: number of GPUs that torch can use.
         kernels: result of ``torch.cuda.get_arch_list``, such as ``("sm_80", "sm_90", "compute_90")``; empty
-            if
-            unknown.
+            if unknown.
     """
 
     cuda: str | None

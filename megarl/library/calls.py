@@ -52,9 +52,8 @@ def train(
 
     Args:
         algorithm: ``grpo``, a variant of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or ``rm``.
-            A
-            recipe or the path of a configuration file is accepted too; the other arguments override its
-                values.
+            A recipe or the path of a configuration file is accepted too; the other arguments override its
+            values.
         model: directory or hub id of a Hugging Face model, or a run whose exported model is the start.
         data: a list of rows (dictionaries with prompt and answer), a ``datasets.Dataset``, a pandas or polars
             table, the path of a file, the name of a data set, or a data source in the configuration's form.
@@ -75,8 +74,7 @@ def train(
     Raises:
         ConfigError: arguments are invalid; the message lists all faults.
         KeyboardInterrupt: Ctrl-C. The run first finishes its step and writes a checkpoint. Call again with
-            the
-            same ``run_dir`` to resume.
+            the same ``run_dir`` to resume.
         MegarlError: the run failed.
     """
     with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (

@@ -117,8 +117,8 @@ class TrainingConsole:
         Args:
             step: number of the step, from 1 to ``total_steps``.
             metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (also accepted with the prefix
-                ``train/``)
-                and the result of ``PhaseTimer.collect`` (also with ``timing/``). Missing metrics are omitted.
+                ``train/``) and the result of ``PhaseTimer.collect`` (also with ``timing/``). Missing metrics
+                are omitted.
         """
         now = self._clock()
         self._recent_seconds.append(now - self._last_step_at)

@@ -59,8 +59,7 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
     Args:
         values: numbers or zero-dimensional tensors, at least one.
         reduction: how to combine them. Any NaN gives NaN, also for MIN and MAX, so that a fault on one rank
-            is
-            visible.
+            is visible.
 
     Raises:
         ValueError: ``values`` is empty.

@@ -144,8 +144,7 @@ class MlflowSink:
             settings: ``experiment_name``, ``run_name`` and ``tracking_uri``; null means not given.
             log_dir: directory for a file with the id of the MLflow run.
             run_config: resolved configuration; sent as parameters, with its secrets redacted, when the MLflow
-                run is
-                created.
+                run is created.
 
         Raises:
             ConfigError: MLflow is not installed.

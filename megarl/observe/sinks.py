@@ -60,8 +60,7 @@ class MetricsFileSink:
         """Args:
             run_dir: the run directory.
             most_bytes: maximum size of the queue of rows while the file cannot be written, as on a full disk.
-                Beyond
-                it the oldest rows are lost.
+                Beyond it the oldest rows are lost.
 
         Raises:
             OSError: the file cannot be opened.
@@ -228,8 +227,7 @@ def open_sinks(
 
     Args:
         logger_config: checked ``logger`` section. ``log_dir`` (default: the run directory) is the directory
-            for
-            the files of all sinks, except ``metrics.jsonl``, which is always in the run directory.
+            for the files of all sinks, except ``metrics.jsonl``, which is always in the run directory.
         run_dir: the run directory; created if missing.
         run_config: resolved configuration; sinks get it with secrets redacted.
 

@@ -82,10 +82,8 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
         case: the case.
         batch: result of ``token_batch``.
         logprobs: the model's log-probabilities [B, S] before training, with 0 in column 0 and padding; for a
-            value or
-            reward model, its values. Previous, generation and reference log-probabilities are sampled near
-                them, so
-            that some ratios are clipped.
+            value or reward model, its values. Previous, generation and reference log-probabilities are
+            sampled near them, so that some ratios are clipped.
     """
     if case.loss_kind in ("nll", "rm"):
         return batch

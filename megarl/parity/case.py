@@ -111,13 +111,10 @@ class Case:
         evaluate: evaluate first; this must give the loss of the first step and change nothing.
         reference: keep a reference policy, whose log-probabilities must not change by training.
         loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options
-            (``megarl.parity.options``), such
-            as ``pg+kl:0.02``. With the last two the model has a score layer, and values are compared instead
-                of
-            log-probabilities.
+            (``megarl.parity.options``), such as ``pg+kl:0.02``. With the last two the model has a score
+            layer, and values are compared instead of log-probabilities.
         advantages: advantages of a policy gradient, or returns of a value loss: ``given``, or an estimator
-            with
-            options.
+            with options.
         temperature: sampling temperature.
         keep: top-k; 0 for all tokens.
         nucleus: top-p; 1 for all tokens.
@@ -276,7 +273,7 @@ class Case:
 
     @property
     def share(self) -> int:
-        """Number of which sequence lengths must be a multiple in this layout."""
+        """Number that must divide every padded sequence length in this layout."""
         return sequence_share(self.tp, self.cp, self.sp)
 
     @property

@@ -41,8 +41,7 @@ class Options:
         max_world: maximum number of ranks.
         case: line of a case to run instead of random ones.
         mutate: fault to plant in the workers. With ``prove`` also a kind of quantity or a module, which
-            selects all
-            its faults.
+            selects all its faults.
         prove: plant all faults, or those that ``mutate`` selects, and fail if one is not detected.
         json: file for the results.
         only: ``key=value`` words that every random case has, and every case of a proof in addition to its
@@ -71,8 +70,7 @@ class Results:
         failures: for each failing case, a dictionary with ``case``, ``smallest`` and ``mismatches``.
         late: lines of the cases whose workers timed out.
         worst: kind of quantity -> (largest error, its case); separate for float32, float32 with measured
-            bounds, and
-            16 bit.
+            bounds, and 16 bit.
         coverage: features of the cases that passed.
     """
 

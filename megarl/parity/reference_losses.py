@@ -181,9 +181,11 @@ def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
 
 
 def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, Tensor, float, Tensor]]:
-    """Yield for each unmasked pair: the reward of the chosen response, the reward of the rejected
-    response, the size of the terms that cancel in their difference, and the log-probabilities of the
-    chosen response."""
+    """Yield the rewards of the chosen and the rejected response of each unmasked pair.
+
+    They are followed by the size of the terms that cancel in the difference of the rewards, and by the
+    log-probabilities of the chosen response.
+    """
     # The batch stores the reference log-probabilities shifted by one, so column i belongs to the same token
     # here and in ``logprobs``.
     reference = call.data["reference_policy_logprobs"].double()

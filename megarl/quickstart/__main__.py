@@ -208,8 +208,7 @@ class _Changes:
 
     Attributes:
         task, family, backend, generation, adapter: keys of ``TASKS``, ``FAMILIES``, ``BACKENDS``,
-            ``GENERATION``
-            and ``ADAPTERS``.
+            ``GENERATION`` and ``ADAPTERS``.
         asynchronous: sample responses while the policy trains.
         sft, grpo: overrides of each recipe.
     """

@@ -37,8 +37,7 @@ class MemoryOfNodes:
 
     Args:
         checkpoint_dir: directory of the checkpoints, on storage that all nodes share. The caller holds the
-            run's
-            lock.
+            run's lock.
         nodes: role -> Ray node id of each rank.
     """
 

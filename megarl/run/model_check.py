@@ -83,8 +83,7 @@ def _check_adapter(policy: PolicyConfig) -> None:
 
     Raises:
         ConversionError: it does not match, or stores base weights that differ from the model's; the error
-            lists
-            all faults.
+            lists all faults.
     """
     from converters.adapters.adapted_source import AdaptedSource
     from megarl.models.engine.model_weights import open_weights

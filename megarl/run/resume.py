@@ -237,8 +237,7 @@ class CheckpointWriter:
 
         Args:
             metrics: metrics of a training step, a validation, or both, with prefixes. ``metric_name`` is
-                checked
-                only if its kind is present.
+                checked only if its kind is present.
 
         Raises:
             ConfigError: the metric does not exist; names the most similar ones.
@@ -307,8 +306,7 @@ class CheckpointWriter:
             sampler_state: position in the training data.
             metrics: metrics of the step, for the ranking of checkpoints.
             is_last: called when the save fails; returns whether no other save follows, so that the step would
-                be
-                lost.
+                be lost.
             is_validated: False if validation metrics are still missing; ``complete`` then commits the
                 checkpoint.
 

@@ -137,8 +137,7 @@ def uses_gpus(device: str, gpus: float) -> bool:
 
     Raises:
         ConfigError: ``auto`` would use the CPU although a GPU is expected (in a Slurm job, or on a machine
-            with
-            GPUs), or ``MEGARL_DEVICE`` contradicts the configuration.
+            with GPUs), or ``MEGARL_DEVICE`` contradicts the configuration.
     """
     from megarl.distributed.device import wanted_device
 
@@ -275,8 +274,7 @@ def start_models(
     Args:
         config, tokenizer, start, stack: as in ``start_policy``.
         make_policy: ``start_policy``, or a function with the same signature. If models share base weights,
-            the
-            policies it returns need ``share_base`` and ``take_base``.
+            the policies it returns need ``share_base`` and ``take_base``.
 
     Returns:
         Role -> model, the actor first.

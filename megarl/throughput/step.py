@@ -102,20 +102,16 @@ class StepThroughput:
             tokens: tokens of the step's samples, without padding.
             seconds: result of ``PhaseTimer.collect``.
             sequences: result of ``PhaseTimer.take_sequences``; nested phases, such as those of a validation,
-                are
-                ignored.
+                are ignored.
 
         Returns:
             For each phase with sequences, such as ``train``: ``train_tokens_per_s`` (sampled tokens for
-                generation,
-                else all tokens without padding), ``train_tokens_per_s_per_device`` and, if the model's
-                    dimensions
-                are known, ``train_tflops`` (per device) and ``train_mfu`` (fraction of ``peak_tflops``). With
-                recomputation also ``train_hfu``, which includes it. The same names without a phase are for
-                    the
-                whole step and all devices. ``padding_efficiency`` is tokens per computed position in
-                    training.
-                ``idle_s`` is the time outside of phases or in phases of ``WAITING``.
+                generation, else all tokens without padding), ``train_tokens_per_s_per_device`` and, if the
+                model's dimensions are known, ``train_tflops`` (per device) and ``train_mfu`` (fraction of
+                ``peak_tflops``). With recomputation also ``train_hfu``, which includes it. The same names
+                without a phase are for the whole step and all devices. ``padding_efficiency`` is tokens per
+                computed position in training. ``idle_s`` is the time outside of phases or in phases of
+                ``WAITING``.
         """
         figures: dict[str, float] = {"peak_tflops": self.devices.peak / 1e12}
         model = hardware = 0.0

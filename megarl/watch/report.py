@@ -65,8 +65,7 @@ def run(directories: Sequence[str], out: str | None = None) -> int:
 
     Args:
         directories: run directories, or directories of runs. A run that is given twice, or by a symlink,
-            counts
-            once.
+            counts once.
         out: path of the page, which is then the only file written; None for the default paths.
 
     Raises:

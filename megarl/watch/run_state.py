@@ -76,8 +76,7 @@ class RunState:
         step_s: median seconds of the recent steps; not affected by a few validations or saves.
         tokens_per_s: mean over the recent steps.
         rates: metrics ``performance/NAME`` by NAME: tokens per second, TFLOP/s and utilisation, as means over
-            the
-            recent steps.
+            the recent steps.
         checkpoints: steps that have a checkpoint, newest first.
         checkpoint: the newest undamaged checkpoint, or the newest one if all are damaged.
         unfinished: names of checkpoints that were started but not committed.
