@@ -174,6 +174,7 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
     strange = [name for name in stored if name not in wanted and (wants_factors or ".lora_" not in name)]
     if not strange:
         return None
+    # An inner module that was saved without its outer one has names that lack this prefix.
     for front, who in _FRONTS.items():
         bare = {name.removeprefix(front) for name in missing if name.startswith(front)}
         if sum(name in bare for name in strange) >= _LEAST_SHARE * len(strange):

@@ -121,6 +121,7 @@ def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) 
         excused: patterns (``*`` and ``?``) of tensor names that may exist on one side only.
     """
     left, right = one.tensors, other.tensors
+    # dict.fromkeys keeps the order of the layers, which a set would lose.
     for name in dict.fromkeys((*left, *right)):
         if name not in left or name not in right:
             if not is_excused([name], excused):

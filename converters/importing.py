@@ -213,6 +213,7 @@ def plan_import(
     for part in itertools.chain.from_iterable(rule.parts for rule in rules):
         dtypes[part.name] = kept_dtype(part, model.dtype(part), dtype)
         accounted.update(place.name for place in part.places)
+    # The manifest records these copies, so that an export writes them again.
     also_stored = stored_twice(source, architecture, allow_missing)
     return ImportPlan(
         model=model,

@@ -32,6 +32,7 @@ class Untouched:
     def __init__(self, source: HuggingFaceSource, architecture: Architecture | None = None) -> None:
         self.directory = source.directory
         self._prefixes = _prefixes(architecture)
+        # Copies of the embedding and the output layer belong to the trained weights, so skip them here.
         repeated = set() if architecture is None else {name for name, _ in copies(architecture)}
         self._names = [
             name for name in source.names() if name.startswith(tuple(self._prefixes)) and name not in repeated

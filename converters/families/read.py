@@ -415,6 +415,7 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     if filled.get("intermediate_size") is None and "moe_intermediate_size" in filled:
         # A model without dense layers need not give this size.
         filled["intermediate_size"] = filled["moe_intermediate_size"]
+    # As in transformers: as many key-value heads as query heads.
     if filled.get("num_key_value_heads") is None:
         filled["num_key_value_heads"] = filled.get("num_attention_heads")
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")

@@ -294,6 +294,7 @@ def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
             "not converted",
             "save the checkpoint without them",
         )
+    # HybridModel stores attention and MLP as layers of their own: 2n and 2n + 1 for layer n.
     names: dict[str, str] = {}
     for key in tensors:
         match = _BLOCK.fullmatch(key)

@@ -80,6 +80,7 @@ def _values(name: str, architecture: Architecture) -> dict[str, int]:
     values: dict[str, int] = {}
     if mixture is not None:
         keys = FAMILIES[architecture.family].config_keys
+        # The key that users find in a config of this family.
         experts = next((key for key in _EXPERTS if key in keys), _EXPERTS[0])
         width = "moe_intermediate_size" if "moe_intermediate_size" in keys else "intermediate_size"
         if "shared_expert" in name:

@@ -155,6 +155,7 @@ def join(stream: Iterable[tuple[str, Tensor]], architecture: Architecture) -> It
             its last part has arrived; until then it is in memory.
     """
     parts = {part.name: part for part in hf_tensors(architecture) if not part.alone}
+    # Number of parts of each stack that have not arrived yet.
     missing = Counter(part.places[0].name for part in parts.values())
     begun: dict[str, Tensor] = {}
     for name, tensor in stream:

@@ -285,6 +285,7 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
     by_place: defaultdict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
     for chunk in chunks:
         by_place[tuple(start for start, _ in chunk.box[:leading])].append(chunk)
+    # Chunks with different leading indices cannot overlap.
     for group in by_place.values():
         _check_apart(key, shape, [chunk.box for chunk in group])
     return _Stored(

@@ -49,6 +49,8 @@ def responses_of_rows(case: Case) -> Tensor:
     for _ in range(case.steps):
         left, most = case.global_batch, case.segments
         while left:
+            # The first response of a global batch has the largest number of segments, so every case contains
+            # one.
             size = min(
                 left,
                 most
@@ -174,6 +176,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
         "reward/one": parts[:, 0],
         "reward/other": parts[:, 1],
         "rewarded": torch.maximum(signals["sample_mask"], by_chance.float()),
+        # Numbered within each call, because advantages are computed call by call.
         "prompt": torch.arange(rows) % _rows_of_a_call(case) // ANSWERS_A_PROMPT,
         "truncated": torch.rand(rows, generator=generator) < 0.5,
     }

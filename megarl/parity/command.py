@@ -147,6 +147,7 @@ def _faults(options: Options) -> Mapping[str, Fault]:
 
 def _one(runner: CaseRunner, case: Case, fault: Fault | None, options: Options, console: Console) -> int:
     outcome = runner.run(case, fault)
+    # Errors of different quantities are comparable only relative to their bounds.
     worst = sorted(outcome.differences, key=lambda found: -found.error / found.bound)[:5]
     for line in (
         [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)]
@@ -197,6 +198,7 @@ def _failure(
     for line in outcome.summary():
         progress.say(f"  {line}", "")
     smallest = shrink(outcome.case, lambda case: not runner.run(case, fault).passes, runner.possible)
+    # ``shrink`` returns only the case, so run it again for its mismatches.
     again = runner.run(smallest, fault)
     progress.say(
         f'  smallest: megarl parity --case "{smallest}"'

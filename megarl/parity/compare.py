@@ -81,6 +81,7 @@ def compare(
         expected: results of training the reference.
         bounds: maximum errors.
     """
+    # One rank of each data-parallel rank is enough here; ``_replicas`` compares the others with it.
     by_data_rank = [next(share for share in shares if share.data_rank == rank) for rank in range(case.dp)]
     dealt, wanted = logprob_shards(case, config, batch), logprobs[: case.logprob_rows]
     found = _restored(LOGPROBS, dealt, [share.logprobs for share in by_data_rank], wanted, bounds)
@@ -97,6 +98,7 @@ def compare(
         found += _restored(
             what, dealt, parts, complete[rows].masked_fill(masked, 0.0), bounds, note=" under the mask"
         )
+    # Without adapters, the reference policy is the model before training.
     base = wanted if expected.base_logprobs is None else expected.base_logprobs[rows]
     for number, when in enumerate(("before", "after")) if case.reference else ():
         again = [share.reference_logprobs[number] for share in by_data_rank]
@@ -271,6 +273,7 @@ def _call(
         )
     ]
     mean_norm, mean_scale = sum(norms) / len(norms), sum(norm_scales) / len(norms)
+    # ``train()`` reports the gradient norm of its last global batch.
     last = first["grad_norm"]
     assert isinstance(last, Tensor)
     found += [

@@ -39,6 +39,7 @@ def logprobs_by(
 
     def compute(directory: Path, tokens: Tensor) -> Tensor:
         (found,) = pool.run(1, _compute, _policy(directory, tokens, family_files, megatron), tokens)
+        # A worker returns this error, because the pool would turn a raised one into a ``JobError``.
         if isinstance(found, ConversionError):
             raise found
         return found

@@ -124,6 +124,8 @@ class Drawer:
         """
         generator = random.Random(f"{seed}/{number}")
         for attempt in range(ATTEMPTS):
+            # The fixed fields may rule out a backend or all its dense families, so choose again after some
+            # failures.
             if attempt % PATIENCE == 0:
                 backend = self._fixed.get("backend") or generator.choice(self._backends)
                 sparse = backend == "megatron" and generator.random() < SPARSE_SHARE
@@ -194,6 +196,7 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     width = generator.choice(
         [width for width in range(least, least + 10) if width != head and width * heads <= 72] or [least]
     )
+    # Distinct sizes, so that swapped dimensions change a shape.
     taken = {heads * width, heads * head, heads, kv}
     chosen: dict[str, Any] = {
         "tied": generator.random() < 0.4,
@@ -203,6 +206,7 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
         "head": head,
         "width": width,
         "ffn": generator.choice([size for size in range(3 * tensor, 60, tensor) if size not in taken]),
+        # A prime is not divisible by a tensor-parallel size, so the vocabulary needs padding.
         "vocab": generator.choice(PRIMES),
         "window": generator.choice((0, generator.randint(2, 9))) if family in WINDOWED else 0,
     }
@@ -253,6 +257,7 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
         return {"layers": pipeline * chunks, "vpp": chunks}
     first, last = generator.choice((1, 2)), generator.choice((1, 2))
     middle = generator.choice((1, 2)) if pipeline > 2 else 0
+    # With two stages, none is in the middle.
     which = generator.choice(("both", "first", "last")) if pipeline > 2 else "both"
     if which == "first":
         return {"layers": first + middle * (pipeline - 1), "first": first}
