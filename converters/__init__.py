@@ -1,6 +1,6 @@
-"""Mapping rules between Hugging Face checkpoints and Megatron-Core parameters.
+"""Conversion of checkpoints between Hugging Face and Megatron-Core.
 
-The package needs torch, safetensors, transformers and huggingface_hub. It imports neither megarl nor
-Megatron-Core, so that weights can be checked, read and written where no training stack is installed.
-``__init__`` imports nothing: import what you need from the modules.
+Needs torch, safetensors, transformers and huggingface_hub, but neither megarl nor Megatron-Core, so that
+weights can be checked and converted where no training stack is installed. Import from the modules: this file
+imports nothing.
 """

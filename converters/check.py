@@ -1,8 +1,5 @@
-"""Checks that weights and config belong together, before anything is loaded.
-
-The config must ask for about as many layers and experts as the checkpoint holds, every parameter of the model
-must be in the checkpoint, and every key of the checkpoint must belong to a parameter.
-"""
+"""Check that weights and config belong together, before anything is loaded: the number of layers and experts
+is plausible, every parameter of the model is stored, and every stored tensor belongs to a parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 _HEAD = "lm_head.weight"
 # Old Llama checkpoints store the rotary frequencies, although every model computes them from its config.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# These words are left in the names of tensors by wrappers of a model.
+# Words that wrappers of a model insert into tensor names.
 _WRAPPERS = {
     "_orig_mod": "torch.compile",
     "module": "DistributedDataParallel or DeepSpeed",
@@ -42,13 +39,13 @@ _WRAPPERS = {
     "language_model": "a vision-language model",
     "model": "a wrapper around the model",
 }
-# These prefixes are missing from all names if only a part of the whole model was saved.
+# Prefixes that all names lack if only an inner part of the model was saved.
 _FRONTS = {
     "model.": "AutoModel, whose models have no output layer",
     "base_model.model.": "a model inside PEFT's",
 }
-# At least this share of the unexpected names has to fit an explanation. It is less than one, because a few
-# names may be unknown for other reasons.
+# An explanation must fit at least this share of the unexpected names. Some names may be unknown for other
+# reasons.
 _LEAST_SHARE = 0.5
 _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
 
@@ -59,22 +56,20 @@ def check_source(
     compare_tied: bool = True,
     excused: Sequence[str] = (),
 ) -> None:
-    """Check that the checkpoint has every tensor that the architecture asks for, no others, and the right
-    shapes (``check_headers``).
+    """Check that a checkpoint has exactly the tensors of an architecture, with the right shapes.
 
-    A tied model may still store ``lm_head.weight``, which is then compared with the embedding, because
-    transformers unties the two when they differ. The copies of embedding and output layer in prediction
-    layers are compared with their originals. Tensor data are read only for these comparisons, in pieces of 32
-    MiB.
+    Tensors that are stored twice must be equal: ``lm_head.weight`` of a tied model (transformers unties the
+    two if they differ), and embedding and output layer in multi-token-prediction layers. Only these are read,
+    in chunks of 32 MiB.
 
     Args:
         source: the checkpoint.
-        architecture: the architecture that its config describes.
-        compare_tied: False skips the comparison of repeated tensors.
-        excused: patterns (``*`` and ``?``) of tensors that may be missing, or that nothing asks for.
+        architecture: architecture that the config describes.
+        compare_tied: compare tensors that are stored twice.
+        excused: patterns (``*`` and ``?``) of tensor names that may be missing or unknown.
 
     Raises:
-        ConversionError: lists every missing tensor, unknown tensor, wrong shape and unusable dtype.
+        ConversionError: lists missing and unknown tensors, wrong shapes and unsupported dtypes.
     """
     check_headers(source, architecture, excused)
     problems = []
@@ -95,8 +90,8 @@ def check_source(
 
 
 def check_headers(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> None:
-    """Check names, shapes and dtypes like ``check_source``, without comparing repeated tensors. This reads
-    headers only and does not import torch."""
+    """Check names, shapes and dtypes like ``check_source``, without comparing values. Reads only headers, and
+    does not import torch."""
     source.check_files()
     # Names of stored tensors that the architecture uses; the others are reported as unexpected.
     accounted: set[str] = set()
@@ -113,13 +108,14 @@ def check_headers(source: HuggingFaceSource, architecture: Architecture, excused
     for tensor in hf_tensors(architecture):
         places = [place for place in tensor.places if place.name in source]
         usual = tensor.places[0]
+        # Report a missing stack once, not for each of its experts.
         if not places and usual.name not in accounted and not is_excused([tensor.name, usual.name], excused):
             accounted.update([] if tensor.alone else [usual.name])
             problems.append(f"missing: {usual.name} {list(usual.shape)}")
         if len(places) > 1:
             problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
         for place in places:
-            # A stacked tensor holds the tensors of many experts: report what is wrong with it once.
+            # A stacked tensor contains those of many experts; report its faults once.
             if place.name not in accounted:
                 accounted.add(place.name)
                 compare(place.name, place.shape)
@@ -147,6 +143,7 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
             f"{next(name for name in source.names() if name not in expected)})",
             "save the model inside the wrapper with its save_pretrained, or rename the tensors",
         )
+    # A save with fewer shards leaves files of an earlier save behind.
     stale = source.unread_files()
     if stale:
         problems.append(f"not read, since no index names them: {', '.join(stale)} (left by an earlier save?)")
@@ -158,20 +155,24 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
 
 
 def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str, str] | None:
-    """Return the prefix or part by which the stored names differ from the expected ones, and the wrapper that
-    causes the difference; None if no wrapper explains it.
+    """Find out whether a wrapper of the model has changed the tensor names.
 
     Args:
-        stored: names of the tensors of a checkpoint.
-        expected: names that the architecture asks for.
+        stored: names of the stored tensors.
+        expected: names that the architecture needs.
+
+    Returns:
+        The added or missing part of the names and the wrapper that causes it; None if no wrapper explains the
+            names.
     """
     wanted = set(expected)
     missing = wanted - set(stored)
-    # The factors of an adapter that is not merged stand next to the weights that they change.
+    # An unmerged adapter stores its factors next to the weights.
     wants_factors = any(".lora_" in name for name in wanted)
     strange = [name for name in stored if name not in wanted and (wants_factors or ".lora_" not in name)]
     if not strange:
         return None
+    # An inner module that was saved without its outer one has names that lack this prefix.
     for front, who in _FRONTS.items():
         if sum(front + name in missing for name in strange) >= _LEAST_SHARE * len(strange):
             return f"no {front} in front", who
@@ -196,16 +197,15 @@ def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str
 
 
 def _without(name: str, words: tuple[str, ...]) -> str:
-    """Return a name without the words. A single word is removed wherever it is; several words are removed as
-    a prefix."""
+    """Remove words from a name: a single word anywhere, several words as a prefix."""
     if len(words) == 1:
         return ".".join(part for part in name.split(".") if part != words[0])
     return name.removeprefix(".".join(words) + ".")
 
 
 def repeated_tensors(architecture: Architecture) -> dict[str, str]:
-    """Return the names of tensors that a checkpoint may store in addition to those of the architecture, with
-    the names of the tensors that they repeat."""
+    """Return name of a copy -> name of the original, for tensors that a checkpoint may store a second
+    time."""
     embedding = hf_tensors(architecture)[0].name
     return ({_HEAD: embedding} if architecture.tied_embeddings else {}) | dict(copies(architecture))
 
@@ -213,9 +213,9 @@ def repeated_tensors(architecture: Architecture) -> dict[str, str]:
 def stored_twice(
     source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the names of stored tensors that repeat another tensor, with the name of that other tensor: the
-    output layer of a tied model, and embedding and output layer of prediction layers. An ``excused`` tensor
-    is included only if it equals its original."""
+    """Return name of a copy -> name of the original, for tensors that this checkpoint stores a second time:
+    the output layer of a tied model, and embedding and output layer in multi-token-prediction layers. An
+    ``excused`` copy counts only if it equals its original."""
     return {
         name: original
         for name, original in repeated_tensors(architecture).items()
@@ -229,7 +229,7 @@ def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
-    """Return whether two matrices hold the same bits, in bounded memory."""
+    """Return whether two matrices have the same bits, in bounded memory."""
     # Import torch here: its import takes seconds, and headers are checked without it.
     import torch
 
@@ -252,11 +252,11 @@ _IGNORED_KEYS = ("rng_state", "opt_param_scheduler", "rerun_state_machine")
 
 
 def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
-    """Return the rules of the parameters that the checkpoint has, and the excused keys that no rule asks for.
+    """Match the keys of a ``torch_dist`` checkpoint with the rules. Return the rules whose parameters are
+    stored, and the excused keys that no rule needs.
 
     Raises:
-        ConversionError: lists every missing or unknown key that is not excused, or names the first key of
-            another shape.
+        ConversionError: keys are missing or unknown (lists all), or a key has another shape.
     """
     rules, asked, problems = [], set(), []
     for rule in all_rules(model.architecture):
@@ -270,6 +270,7 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
             )
     left_out = []
     for key in model.checkpoint:
+        # Optimizer, random and scheduler state is not part of the model.
         if key in asked or is_of_optimizer(key) or key.startswith(_IGNORED_KEYS):
             continue
         if is_excused((key,), excused):
@@ -294,16 +295,17 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
 def check_plausible(
     architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], what: str, *, stacked: bool
 ) -> None:
-    """Refuse a config with more layers or experts than the stored tensors can hold.
+    """Reject a config with more layers or experts than the stored tensors can contain. This bounds the work
+    before the architecture is expanded into rules.
 
-    A layer is a separate tensor, or an index along the first axis of a tensor that stacks layers. An expert
-    is a separate tensor, or an index along an axis of a layer's tensor.
+    A layer is a tensor of its own, or an index of the first dimension of a tensor that stacks layers. An
+    expert is a tensor of its own, or an index of a dimension of a layer's tensor.
 
     Args:
-        architecture: from the config.
-        shapes: shapes of all stored tensors, by name.
-        what: name of the checkpoint in the error.
-        stacked: whether layers may be stacked.
+        architecture: architecture that the config describes.
+        shapes: name -> shape of all stored tensors.
+        what: name of the checkpoint in the error message.
+        stacked: layers may be stacked.
 
     Raises:
         ConversionError: there are too few tensors.

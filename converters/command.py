@@ -1,5 +1,4 @@
-"""The command ``megarl convert``, also ``python -m converters``: its sub-commands, and their output as text
-and as ``--json``."""
+"""The command line of ``megarl convert`` and ``python -m converters``: sub-commands and their output."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _EPILOG = (
 
 
 def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Return the command's parser: ``parser`` with the arguments added, or a new one."""
+    """Return the argument parser: ``parser`` with the arguments added, or a new one."""
     parser = parser or argparse.ArgumentParser(
         prog="python -m converters", description="Convert checkpoints."
     )
@@ -90,7 +89,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
 
 
 def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the ``import`` and ``export`` sub-commands."""
+    """Add the sub-commands ``import`` and ``export``."""
     into = add("import", help="Hugging Face safetensors -> torch_dist of Megatron-Core")
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
@@ -130,7 +129,7 @@ def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_shared(name: str, command: argparse.ArgumentParser) -> None:
-    """Add the arguments that several actions share to the action ``name``."""
+    """Add the arguments that several sub-commands share to the sub-command ``name``."""
     if name in ("import", "export", "plan"):
         command.add_argument(
             "--dtype",
@@ -208,7 +207,7 @@ def _add_missing(command: argparse.ArgumentParser) -> None:
 
 
 def read_size(text: str) -> int:
-    """Parse a size such as ``5000000``, ``5GB``, ``2GiB`` or ``512M``, and return its bytes.
+    """Parse a size such as ``5000000``, ``5GB``, ``2GiB`` or ``512M`` to bytes.
 
     Raises:
         argparse.ArgumentTypeError: the text is not a size.
@@ -217,12 +216,13 @@ def read_size(text: str) -> int:
     if match is None or float(match.group(1)) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 2GiB or 5GB")
     unit = match.group(2).upper()
+    # ``GB`` is a power of 1000; ``GiB`` and ``G`` are powers of 1024.
     decimal = (match.group(3) or "").upper() == "B"
     return int(float(match.group(1)) * (1000 ** "_KMGT".index(unit or "_") if decimal else _UNITS[unit]))
 
 
 def read_part(text: str) -> tuple[int, int]:
-    """Parse a part of the work: ``2/8`` is the second of eight parts.
+    """Parse a part of the work: ``2/8`` means the second of eight parts.
 
     Raises:
         argparse.ArgumentTypeError: the text is not a part.
@@ -234,16 +234,15 @@ def read_part(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
-    """Run the parsed command, and return its exit code.
+    """Run a parsed command, and return its exit code.
 
     Args:
-        arguments: arguments parsed by ``build_parser``.
-        megatron: context manager that gives the self-test a function of the Megatron-Core workers
-            (``ComputeLogprobs``), called with the files of user-defined families; None if there are no
-            workers.
+        arguments: result of ``build_parser().parse_args``.
+        megatron: for the self-test: context manager that is called with the family files, and provides a
+            ``ComputeLogprobs`` function that runs on Megatron-Core workers. None without workers.
 
     Raises:
-        ConversionError: see the exit codes.
+        ConversionError: the command failed; its exit code is 2.
     """
     actions: dict[str, Callable[[argparse.Namespace], Answer]] = {
         "import": _import,
@@ -257,12 +256,12 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
         "selftest": functools.partial(_selftest, megatron=megatron),
     }
     try:
+        # Register the families before any checkpoint is opened.
         for file in arguments.family_file:
             from converters.family_file import load_family_file
 
             load_family_file(file)
-        # Check the signature before anything of the checkpoint is read, since the readers trust what they
-        # find.
+        # Verify the signature before reading anything, because the readers trust the contents.
         _require_signed(arguments)
         code, facts, text = actions[arguments.action](arguments)
     except OSError as error:
@@ -272,17 +271,17 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
 
 
 def quiet_without_reader(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code, without a traceback if the reader of its output is gone, as in
-    ``| head``.
+    """Run a command and return its exit code, without a traceback if the reader of its output has closed the
+    pipe (``| head``).
 
-    A command that had finished keeps its exit code. One that the broken pipe interrupted returns the exit
-    code of a program killed by SIGPIPE.
+    If the command had finished, its exit code is kept. If the closed pipe interrupted it, the exit code is
+    that of a program killed by SIGPIPE.
     """
     code = 128 + signal.SIGPIPE
     try:
         try:
             code = command()
-        # argparse prints the text of --help and exits. Flush that text here, where a broken pipe is caught.
+        # ``--help`` prints and exits. Flush here, where a closed pipe is handled.
         except SystemExit:
             _flush_output()
             raise
@@ -290,24 +289,23 @@ def quiet_without_reader(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _is_unread(sys.stdout):
             raise
-        # Redirect standard output to the null device: the interpreter flushes its buffer at exit, and would
-        # complain about the broken pipe.
+        # The interpreter flushes standard output at exit, and would report the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def _flush_output() -> None:
-    # Standard output is None if the program was started without one.
+    # Standard output is None in a program that was started without one.
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Return whether a stream writes into a pipe whose reader is gone. This tells a broken output from a
-    broken pipe to a worker."""
+    """Return whether a stream is a pipe whose reader is gone. This distinguishes it from a broken pipe to a
+    worker."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
-    # The writing end of a pipe reports POLLERR after the reader has closed its end.
+    # A pipe's writing end reports POLLERR when the reader has closed its end.
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
@@ -328,19 +326,19 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def interrupted_text(error: KeyboardInterrupt) -> str:
-    """Return the message of an interrupted command, which names what it left behind."""
+    """Return the message of an interrupted command, with the notes about the work it has left."""
     return "; ".join(["interrupted", *getattr(error, "__notes__", ["nothing was being written"])])
 
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM interrupt the command as Ctrl-C does, so that locks are released and leftover files are
+    """Handle SIGTERM like Ctrl-C inside the block, so that locks are released and unfinished work is
     reported."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    # Python sets signal handlers only in the main thread. In any other thread the caller's handlers stay.
+    # Python allows signal handlers only in the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -352,7 +350,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _import(arguments: argparse.Namespace) -> Answer:
-    # Each action imports what it needs, so that --help and ``families`` start without torch.
+    # Import here, so that ``--help`` and ``families`` start without torch.
     from converters.checkpoint.quantized import open_dequantized
     from converters.foreign.arguments import import_for_megatron_lm
     from converters.importing import import_model, plan_import
@@ -390,8 +388,7 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     from converters.checkpoint.manifest import NOT_FINITE_NOTE
     from converters.checkpoint.work import RunOptions, give_memory_back
 
-    # Call it before the first chunk is read: glibc raises its mmap threshold when the first large block is
-    # freed.
+    # Before the first chunk, because glibc raises its mmap threshold when the first large block is freed.
     give_memory_back()
     begun = time.monotonic()
     progress = None if arguments.json else sys.stderr
@@ -411,6 +408,7 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
         "peak_memory": outcome.peak_memory,
         **outcome.notes,
     }
+    # Resumed bytes took no time in this run.
     speed = (outcome.size - outcome.resumed) / 1e9 / max(seconds, 1e-9)
     lines = [
         f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, "
@@ -429,6 +427,8 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     if outcome.resumed:
         lines.append(f"  {_gigabytes(outcome.resumed)} of it had been written by an earlier run")
     lines += [f"  {key}: {value}" for key, value in outcome.notes.items()]
+    # The checkpoint is complete, but NaN or infinity in weights is usually a fault, which a script should
+    # notice.
     return int(NOT_FINITE_NOTE in outcome.notes), facts, "\n".join(lines)
 
 
@@ -535,7 +535,7 @@ def _families(_: argparse.Namespace) -> Answer:
 
 
 def _require_signed(arguments: argparse.Namespace) -> None:
-    """Refuse a Megatron checkpoint that is not signed by the key given with ``--signing-key``."""
+    """Check the signatures of all Megatron checkpoints among the arguments, if ``--signing-key`` is given."""
     if getattr(arguments, "signing_key", None) is None:
         return
     from converters.files.signature import read_key, require_signed
@@ -553,7 +553,7 @@ def _require_signed(arguments: argparse.Namespace) -> None:
         )
     key = read_key(arguments.signing_key)
     for directory in found:
-        # Hash the optimizer state, which is most of the bytes, only if it is read.
+        # Verify the optimizer state, which is most of the bytes, only if it is read.
         require_signed(
             directory, key, whole=getattr(arguments, "source_weights", MODEL_WEIGHTS) == MASTER_WEIGHTS
         )
@@ -585,7 +585,7 @@ def _add_layout(command: argparse.ArgumentParser) -> None:
 
 
 def add_opening_flags(command: argparse.ArgumentParser) -> None:
-    """Add the flags of ``OpeningOptions`` to a command that reads Megatron checkpoints."""
+    """Add the options of ``OpeningOptions`` to a sub-command that reads Megatron checkpoints."""
     group = command.add_argument_group("facts that a Megatron checkpoint does not record")
     group.add_argument(
         "--hf-config",
@@ -630,7 +630,7 @@ def add_opening_flags(command: argparse.ArgumentParser) -> None:
 
 
 def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
-    """Return the opening options that the flags set."""
+    """Return the opening options that were given on the command line."""
     return OpeningOptions(
         hf_directory=arguments.hf_config,
         tokenizer=arguments.tokenizer,
@@ -652,6 +652,7 @@ def read_token_ids(text: str) -> tuple[int, ...]:
     if text == "none":
         return ()
     numbers = text.split(",")
+    # isdigit alone also accepts digits of other scripts and superscripts.
     if not all(number.isascii() and number.isdigit() for number in numbers):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no token id; write for example 2 or 151643,151645, or none"

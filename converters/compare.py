@@ -1,4 +1,4 @@
-"""Comparison of two stored models of any format, tensor by tensor and bit for bit, in bounded memory."""
+"""Compare two stored models of any format, tensor by tensor and bit by bit, in bounded memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Difference:
     Attributes:
         kind: ``config``, ``file``, ``keys``, ``missing``, ``shape``, ``dtype``, ``values``, ``not finite``,
             ``padding``, ``object`` or ``hash``.
-        name: name of the config field, the file, the tensor or the object.
+        name: name of the config field, file, tensor or object.
         text: description of both sides.
     """
 
@@ -49,7 +49,7 @@ class Difference:
 
 
 def config_differences(one: Architecture, other: Architecture) -> Iterator[Difference]:
-    """Yield the fields in which the architectures differ."""
+    """Yield the fields in which two architectures differ."""
     for field in fields(one):
         left, right = getattr(one, field.name), getattr(other, field.name)
         if left != right:
@@ -60,11 +60,10 @@ def config_differences(one: Architecture, other: Architecture) -> Iterator[Diffe
 
 
 def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences between two ``config.json`` in keys that an ``Architecture`` does not describe:
-    dtype, special tokens, labels, text generation.
+    """Yield differences between two ``config.json`` in keys that an ``Architecture`` does not contain: dtype,
+    special tokens, labels, text generation.
 
-    A missing key has the default of the config's class in transformers. A config without a dtype has the
-    dtype of its weights.
+    A missing key has the default of transformers' config class. A config without a dtype matches any dtype.
     """
     # Fill in default values, because transformers removes settings of text generation from a config.
     sides = []
@@ -88,12 +87,13 @@ def _plain(value: Any) -> Any:
 
 
 def file_differences(one: Path, other: Path) -> Iterator[Difference]:
-    """Yield the files next to the weights that affect a model's input or output, and differ. JSON files are
-    compared by their content. ``config.json`` is left out, since its keys are compared elsewhere."""
+    """Yield the files next to the weights that affect a model's input or output and differ. JSON files are
+    compared by content. ``config.json`` is compared elsewhere."""
     left, right = file_hashes(one), file_hashes(other)
     for name in sorted(filter(speaks, {*left, *right} - {"config.json"})):
         if name not in left or name not in right:
             yield Difference("file", name, f"only in the {'first' if name in left else 'second'}")
+        # JSON files with other formatting or another version of transformers have the same content.
         elif left[name] != right[name] and not _hold_the_same(one / name, other / name):
             yield Difference("file", name, "they are not equal")
 
@@ -105,23 +105,23 @@ def _hold_the_same(one: Path, other: Path) -> bool:
         left, right = map(read_json_object, (one, other))
     except ConversionError:  # One of them is not a JSON object.
         return False
-    # Ignore the version of transformers: each save writes its own, which does not describe the model.
+    # Each save writes its own version of transformers.
     return {**left, "transformers_version": None} == {**right, "transformers_version": None}
 
 
 NOT_FINITE = "not finite"
-"""Kind of a tensor that is equal on both sides but holds NaN or infinity."""
+"""Kind of a tensor that is equal on both sides but contains NaN or infinity."""
 
 
 def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Yield the tensors that differ: those that only one model has, and those of different shape, dtype or
-    content.
+    """Yield the tensors that only one model has, or that differ in shape, dtype or content.
 
     Args:
-        one, other: the checkpoints.
-        excused: patterns (``*`` and ``?``) of names that need no counterpart.
+        one, other: the models.
+        excused: patterns (``*`` and ``?``) of tensor names that may exist on one side only.
     """
     left, right = one.tensors, other.tensors
+    # dict.fromkeys keeps the order of the layers, which a set would lose.
     for name in dict.fromkeys((*left, *right)):
         if name not in left or name not in right:
             if not is_excused([name], excused):
@@ -133,14 +133,19 @@ def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) 
 
 
 class _Elements:
-    """Count of chosen elements of a tensor, and the position of the first one. The tensor's row ranges are
-    added in order."""
+    """Counts selected elements of a tensor, and remembers the position of the first. Rows must be added in
+    order."""
 
     def __init__(self, tensor: HuggingFaceTensor) -> None:
         self.count, self._first, self._total = 0, [0], torch.Size(tensor.shape).numel()
 
     def add(self, start: int, chosen: Tensor) -> None:
-        """Count the elements for which ``chosen`` is true, in the rows from ``start`` on."""
+        """Count the elements for which ``chosen`` is true.
+
+        Args:
+            start: index of the first row of ``chosen``.
+            chosen: boolean mask for some rows of the tensor.
+        """
         places = chosen.nonzero()
         if not self.count and len(places):
             self._first = [start + int(places[0][0]), *places[0][1:].tolist()]
@@ -156,7 +161,7 @@ def _content_differences(
     dtypes = one.dtype(left), other.dtype(right)
     if dtypes[0] != dtypes[1]:
         yield Difference("dtype", left.name, f"{dtype_name(dtypes[0])} and {dtype_name(dtypes[1])}")
-    # Both stored dtypes are represented exactly in this one, whatever the manifests record.
+    # Both stored dtypes convert to this one exactly.
     wide = torch.promote_types(one.model.dtype(left), other.model.dtype(right))
     found, largest, not_finite = _Elements(left), 0.0, 0
     for start, stop in row_ranges(left.shape, wide.itemsize):
@@ -169,7 +174,7 @@ def _content_differences(
         if bool(differing.any()):
             found.add(start, differing)
             distance = (values[0].double() - values[1].double()).abs()[differing]
-            # The distance is NaN if only one side is NaN. It counts as the largest distance.
+            # If only one side is NaN, the distance is NaN, and counts as infinite.
             largest = max(largest, float(distance.nan_to_num(float("inf")).max()))
     if found.count:
         yield Difference("values", left.name, f"{found.said('')}, by at most {largest:.6g}")
@@ -178,7 +183,7 @@ def _content_differences(
 
 
 def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
-    """Yield the objects of a converted checkpoint that hold a state: an import writes only empty module
+    """Yield the objects of a converted checkpoint that are not empty; an import writes only empty module
     states."""
     for key in stored.objects:
         if load_plain(io.BytesIO(stored.read_object(key)), f"{key} in {stored.directory}") != [None]:
@@ -186,7 +191,7 @@ def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
 
 
 def padding_differences(model: MegatronModel) -> Iterator[Difference]:
-    """Yield parameters whose rows beyond the vocabulary are not zero."""
+    """Yield parameters whose padding rows after the vocabulary are not zero."""
     for rule in all_rules(model.architecture):
         if rule.kind is not Kind.VOCAB or not model.has(rule):
             continue
@@ -200,8 +205,8 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
 
 
 def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Yield tensors that differ from the manifest, if there is one, or are not finite. An excused tensor may
-    be missing. Every tensor is read, so that unreadable data are found."""
+    """Yield tensors that contradict the manifest, if there is one, or contain NaN or infinity. Every tensor
+    is read, so that unreadable data are found too. An excused tensor may be missing."""
     model, known = opened.model, None if opened.manifest is None else opened.manifest.tensors
     for name in dict.fromkeys((*opened.tensors, *(known or ()))):
         tensor, record = opened.tensors.get(name), None if known is None else known.get(name)
@@ -220,12 +225,13 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
             rows = model.read(tensor, start, stop)
             not_finite.add(start, rows.isfinite().logical_not())
             if record is not None:
-                # Cast to the recorded dtype and back: a value that changes on the way cannot have been
-                # imported from that dtype.
+                # If a value changes by a cast to the recorded dtype and back, it was not imported from that
+                # dtype.
                 before = cast(rows, dtype)
                 exact = exact and not bool(unequal(cast(before, stored), rows).any())
                 hashes.update(name, before)
-        # An import widens a tensor if other tensors of its stack need the wider dtype.
+        # A Megatron checkpoint may store a wider dtype, because an import widens a tensor to the dtype of its
+        # stack.
         if record is not None and (not exact or (stored != dtype and not isinstance(model, MegatronModel))):
             yield Difference(
                 "dtype", name, f"the manifest says {record.dtype}, it holds {dtype_name(stored)}"

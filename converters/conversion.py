@@ -53,11 +53,11 @@ class Plan:
 
     Attributes:
         model: the source.
-        dtypes: dtype in which each Hugging Face tensor will be kept.
-        left_out: excused names of the source that have no counterpart.
-        missing: excused Hugging Face tensors that the source does not have.
-        adapter: adapter that is merged into the tensors of ``model``.
-        dtype_asked: dtype requested for all tensors; None keeps the dtype of each tensor.
+        dtypes: Hugging Face tensor name -> dtype in which it is written.
+        left_out: excused names of the source without a counterpart.
+        missing: excused Hugging Face tensors that the source lacks.
+        adapter: adapter that is merged into ``model``.
+        dtype_asked: dtype requested for all tensors; None keeps each tensor's dtype.
     """
 
     model: LogicalModel
@@ -74,14 +74,14 @@ class Plan:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes about the conversion that follow from the plan."""
+        """Notes for the manifest that follow from the plan."""
         return {} if self.adapter is None else self.adapter.notes()
 
     def fingerprint_with(
         self, weights: Any, config: Any, rules: Iterable[Rule], rest: Any, **options: Any
     ) -> dict[str, str]:
-        """Return fingerprints of everything that determines the written bytes, by the name of what determines
-        them. Options are named by their flags."""
+        """Return name -> fingerprint of everything that determines the output. Options have their flags as
+        names."""
         facts = {
             WEIGHTS: weights,
             "config.json": config,
@@ -97,15 +97,20 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a Hugging Face tensor from ``start`` on, and their position in a chunk: the whole chunk, a
-    range of its rows, or a tensor location."""
+    """Rows of a Hugging Face tensor, and their position in a chunk.
+
+    Attributes:
+        part: the tensor.
+        start: index of the first row.
+        place: position in the chunk: a range of its rows, a tensor location, or None for the whole chunk.
+    """
 
     part: HuggingFaceTensor
     start: int
     place: slice | TensorLocation | None = None
 
     def of(self, chunk: Tensor) -> Tensor:
-        """Return the view of the chunk that holds these rows."""
+        """Return the view of a chunk that contains these rows."""
         if isinstance(self.place, TensorLocation):
             return rows_in(chunk, self.place)
         return chunk if self.place is None else chunk[self.place]
@@ -113,14 +118,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a stored tensor that is in memory at one time.
+    """Rows of a stored tensor that are read, cast and written in one step.
 
     Attributes:
         key: name of the stored tensor.
-        offsets: position in the stored tensor. For ``torch_dist`` this is one offset for each dimension; for
-            safetensors it is the first byte, counted from the beginning of the file.
-        shape, dtype: shape and dtype of the chunk, without axes of layers and experts.
-        rows: rows that fill the chunk; the remaining rows are padding.
+        offsets: position. For ``torch_dist`` an offset per dimension; for safetensors the byte offset in the
+            file.
+        shape, dtype: shape (without the dimensions of layers and experts) and dtype of the chunk.
+        rows: the rows that it contains; other rows are padding.
     """
 
     key: str
@@ -134,21 +139,21 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Conversion(ABC):
-    """A running conversion, divided into named pieces.
+    """A conversion in progress, divided into named pieces.
 
     Args:
         plan: plan of the conversion.
-        staging: staging directory to write in.
-        narrowing: narrows dtypes and keeps the errors.
-        manifest: manifest of the source, if a conversion wrote the source.
+        staging: directory to write to.
+        narrowing: casts tensors and records the errors.
+        manifest: manifest of the source, if it was written by a conversion.
         directory: directory of the source.
 
     Attributes:
         verb: verb for progress messages.
-        kind: kind of a piece, which is its key in records.
-        pieces: Hugging Face tensors of each piece, by the piece's name.
+        kind: key of the piece's name in records.
+        pieces: piece -> Hugging Face tensors in it.
         files: names of the pieces in each file.
-        finished: records of finished pieces, by name.
+        finished: piece -> record, for finished pieces.
     """
 
     verb: str
@@ -176,7 +181,7 @@ class Conversion(ABC):
 
     @abstractmethod
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a piece."""
+        """Return the file that contains a piece."""
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[Chunk]:
@@ -184,18 +189,29 @@ class Conversion(ABC):
 
     @abstractmethod
     def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
-        """Write the chunks of a piece, and return the record entries needed to find them again."""
+        """Write the chunks of a piece. Return record entries that are needed to read them back."""
 
     @abstractmethod
     def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
-        """Read back the bytes that were written for the piece's chunk of that number."""
+        """Read back a chunk of a finished piece.
+
+        Args:
+            record: record of the piece.
+            number: index of the chunk in the piece.
+            chunk: the chunk.
+        """
 
     @abstractmethod
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
-        """Write the remaining files, which make the staged files a checkpoint."""
+        """Write the other files of the checkpoint: index, config, tokenizer, manifest.
+
+        Args:
+            digests: tensor name -> SHA-256.
+            notes: notes for the manifest.
+        """
 
     def is_whole(self, number: int) -> bool:
-        """Return whether the file of that number has the full length of its pieces, and the right header."""
+        """Return whether a file has its full length and the right header."""
         return True
 
     def write(self, name: str) -> None:
@@ -204,7 +220,7 @@ class Conversion(ABC):
         hashes, before = TensorHashes(names), self._held.hashes(names)
 
         def filled(chunk: Chunk) -> Tensor:
-            # Begin with zeros: rows that the source does not fill are padding of the vocabulary.
+            # Rows that the source does not fill are padding of the vocabulary, and must be zero.
             tensor = torch.zeros(chunk.shape, dtype=chunk.dtype)
             for rows in chunk.rows:
                 self._fill(rows.of(tensor), rows, hashes, before)
@@ -220,25 +236,30 @@ class Conversion(ABC):
             "errors": self._narrowing.error_of(names),
         }
         self.finished[name] = record
-        # Record the piece after its bytes are written: the next run would trust a record whose bytes are
-        # missing.
+        # Record a piece only after its bytes are written, because a resume trusts the record.
         self.staging.record(record, self.file_of(name))
 
     def _fill(self, target: Tensor, rows: Rows, hashes: TensorHashes, before: TensorHashes) -> None:
         part = rows.part
-        # Read pieces of READ_BYTES: a row range of a large matrix may exceed the memory of a thread.
+        # A row range of a large matrix may exceed a thread's memory, so read it in steps.
         for first, last in row_ranges(target.shape, self._plan.model.dtype(part).itemsize, READ_BYTES):
             values = self._plan.model.read(part, rows.start + first, rows.start + last)
-            # Hash before the cast: the manifest of the source has hashes of the values as they were read.
+            # The source's manifest has hashes of the values as read, so hash before the cast.
             self._held.update(before, part.name, values, rows.start + first)
             values = self._narrowing.cast(part.name, values, self._plan.dtypes[part.name])
             hashes.update(part.name, values, rows.start + first)
-            # The cast widens, without loss, if other layers of the stack have a wider dtype.
+            # This widens, without loss, if other layers of the stack have a wider dtype.
             target[first:last].copy_(cast(values, target.dtype))
 
     def check(self, workers: int, progress: TextIO | None, records: Records) -> None:
-        """Add to ``finished`` the pieces that an earlier run or another part has recorded and that are still
-        intact."""
+        """Verify pieces that an earlier run or another part has recorded. Intact ones are added to
+        ``finished``.
+
+        Args:
+            workers: number of threads.
+            progress: stream for progress reports; None for none.
+            records: records of the pieces.
+        """
 
         def check(record: Mapping[str, Any]) -> None:
             name = record[self.kind]
@@ -252,12 +273,11 @@ class Conversion(ABC):
                             cast(rows.of(tensor), self._plan.dtypes[rows.part.name]),
                             rows.start,
                         )
-            except ConversionError:  # The piece was damaged or truncated meanwhile, so it is written again.
+            except ConversionError:  # A damaged piece is written again.
                 return
             if hashes.digests() == record["digests"]:
                 self.finished[name] = record
-                # Include errors of pieces that an earlier run wrote: the manifest states the largest error of
-                # all pieces.
+                # The manifest gives the largest error of all pieces, so recall those of an earlier run.
                 self._narrowing.recall(record["errors"])
 
         pieces = [Piece(self.size(record[self.kind]), functools.partial(check, record)) for record in records]
@@ -268,7 +288,7 @@ class Conversion(ABC):
         shown.finish()
 
     def incomplete(self) -> list[int]:
-        """Return the numbers of the files that are not whole, or have an unfinished piece."""
+        """Return the numbers of the files that are incomplete or contain an unfinished piece."""
         return [
             number
             for number, names in enumerate(self.files)
@@ -276,8 +296,7 @@ class Conversion(ABC):
         ]
 
     def finish(self) -> dict[str, Any]:
-        """Write the remaining files, rename the directory to the target, and return the notes of the
-        conversion."""
+        """Complete the directory and rename it to the target. Return the notes of the conversion."""
         records = self.finished.values()
         digests: dict[str, str] = {}
         before: dict[str, str] = {}
@@ -286,7 +305,8 @@ class Conversion(ABC):
             digests.update(record["digests"])
             before.update(record["before"])
             not_finite += record["not_finite"]
-        # Check the source first: the files of ``write_rest`` turn the directory into a checkpoint that loads.
+        # Verify the source first, because the files of ``write_rest`` turn the directory into a loadable
+        # checkpoint.
         self._held.refuse_changed(digests, before)
         notes = {**self._narrowing.summary(), **not_finite_note(not_finite), **self._plan.notes}
         self.write_rest(digests, notes)
@@ -302,14 +322,14 @@ def convert(
     others_in: Callable[[Path], list[str]],
     tensors: int,
 ) -> ConversionResult:
-    """Run a conversion. A conversion that was killed is resumed.
+    """Run a conversion, or resume one that was interrupted.
 
     Args:
-        begin: returns the conversion for a staging directory.
-        target: directory to write.
-        options: workers, memory limit and so on.
+        begin: creates the conversion in a staging directory.
+        target: directory to create.
+        options: threads, memory limit and so on.
         fingerprint, others_in: see ``Staging``.
-        tensors: number of tensors that the conversion writes, for the result.
+        tensors: number of tensors written, for the result.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
@@ -334,10 +354,11 @@ def convert(
             )
             notes["started_anew_because_of"] = staging.started_anew_because_of
         check = functools.partial(conversion.check, workers, progress)
+        # A crash may have damaged pieces after they were recorded, so verify them before they count as
+        # finished.
         check(staging.records)
         resumed = sum(size for name, size in sizes.items() if name in conversion.finished)
-        # Check the free space before the first byte is written: a disk that fills up at the end would waste
-        # the run.
+        # Fail before the first byte is written, not at the end when the disk is full.
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
         pieces = [
@@ -348,7 +369,7 @@ def convert(
         run_pieces(pieces, workers, shown)
         shown.finish()
         waits_for: tuple[int, ...] = ()
-        # Hold a lock, so that exactly one of several parts that end together finds that it is the last.
+        # The lock lets exactly one of several parts find that it is the last.
         with staging.all_parts_but_the_last() as others:
             if others is not None:
                 waits_for = options.parts_to_wait_for(others, check, conversion.incomplete)

@@ -1,4 +1,4 @@
-"""Errors of the converters."""
+"""Exceptions of the converters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class ConversionError(ValueError):
-    """Error for a model, config or weights that cannot be converted.
-
-    ``exit_code`` is the exit code of the command. The message gives the problem, the value and the fix.
+    """A model, config or checkpoint cannot be converted. The message gives the problem, the findings and the
+    fix.
 
     Attributes:
         what: the problem, in one line.
-        details: all findings, so that they are reported together.
+        details: all findings, reported together.
         fix: how to fix the problem.
+        exit_code: exit code of the command.
     """
 
     exit_code = 2
@@ -24,17 +24,18 @@ class ConversionError(ValueError):
         self.fix = fix
         self.details = tuple(details)
         lines = [f"  - {detail}" for detail in self.details[: self.shown]]
+        # A wrong config may cause a problem for each of thousands of tensors.
         if len(self.details) > self.shown:
             lines.append(f"  - and {len(self.details) - self.shown} more")
         listing = "\n" + "\n".join(lines) + "\n" if lines else " "
         super().__init__(f"{what}{':' if lines else '.'}{listing}Fix: {fix}")
 
     def __reduce__(self) -> tuple[type[ConversionError], tuple[str, str, tuple[str, ...]]]:
-        # By default exceptions are rebuilt from their message alone, so that a worker's error could not reach
+        # Exceptions are unpickled from their message alone by default, so a worker's error could not reach
         # the driver.
         return type(self), (self.what, self.fix, self.details)
 
 
 class ChangedSourceError(ConversionError):
-    """Error for a source that has changed since the conversion was planned, or that contradicts its own
-    manifest, so that unfinished work cannot be resumed."""
+    """The source has changed since the conversion was planned, or contradicts its manifest. Unfinished work
+    cannot be resumed."""

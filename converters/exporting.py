@@ -1,8 +1,7 @@
-"""Export from a ``torch_dist`` checkpoint to Hugging Face safetensors, one chunk of a tensor at a time,
-without a Hugging Face reference model.
+"""Export a ``torch_dist`` checkpoint to Hugging Face safetensors, chunk by chunk, without a Hugging Face
+reference model.
 
-The plan gives the file and the offset of every tensor that the export will write. It is computed from the
-index alone, before a byte is written.
+The plan is computed from headers alone, and gives the file and the byte offset of every tensor.
 """
 
 from __future__ import annotations
@@ -53,19 +52,18 @@ from converters.untouched import Completed
 
 _STORED_NAMES = {getattr(torch, name): stored for stored, name in DTYPE_NAMES.items()}
 Parts = tuple[tuple[HuggingFaceTensor, TensorLocation], ...]
-"""Hugging Face tensors in a stored tensor, each with its location in it."""
+"""Hugging Face tensors in a stored tensor, each with its location there."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """A tensor of the safetensors files to be written.
+    """A tensor to be written to a safetensors file.
 
     Attributes:
-        key, shape, dtype: name, shape and dtype of the stored tensor.
-        parts: Hugging Face tensors in it, each with its location; a tensor stored under its own name is one
-            part.
+        key, shape, dtype: name, shape and dtype in the file.
+        parts: Hugging Face tensors that it contains, with their locations; usually one.
         file: name of the file.
-        offset: offset of the first byte, from the end of the header.
+        offset: byte offset, from the end of the header.
     """
 
     key: str
@@ -77,11 +75,10 @@ class WrittenTensor:
 
     @property
     def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]]:
-        """Parts by expert, if their rows are not consecutive in the stored tensor; empty otherwise.
-
-        Each expert's block is assembled and written as a whole.
-        """
+        """Expert -> its parts, if their rows are not consecutive in the stored tensor; else empty. Such an
+        expert's block is assembled in memory and written as a whole."""
         blocks: dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
+        # Interleaved rows are not ranges of the file, so all parts of one expert are written together.
         if any(not place.is_consecutive for _, place in self.parts):
             for part, place in self.parts:
                 assert place.index is not None, place
@@ -97,9 +94,13 @@ class WrittenTensor:
 def in_files(
     tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int
 ) -> list[WrittenTensor]:
-    """Assign tensors (name, shape, dtype and parts) in order to as few files as the size limit allows, and
-    return them with file and offset. Within each file, wide dtypes come first, so that all tensors are
-    aligned."""
+    """Assign tensors to files of at most ``max_bytes``, in order. In each file wide dtypes come first, so
+    that all tensors are aligned.
+
+    Args:
+        tensors: (name, shape, dtype, parts) of each tensor.
+        max_bytes: maximum bytes of tensors per file.
+    """
     groups: list[list[int]] = []
     filled = 0
     for number, (_, shape, dtype, _) in enumerate(tensors):
@@ -123,7 +124,7 @@ def in_files(
 
 
 def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
-    """Return the safetensors header for these tensors, preceded by its length."""
+    """Return the header of a safetensors file with these tensors, with its length in front."""
     entries = {
         tensor.key: {
             "dtype": _STORED_NAMES[tensor.dtype],
@@ -140,7 +141,8 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
 
 
 def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
-    """Return the text of ``model.safetensors.index.json``, or None if there is a single file."""
+    """Return the contents of ``model.safetensors.index.json``; None if there is a single file."""
+    # Loaders find a single file without an index.
     if len({tensor.file for tensor in tensors}) == 1:
         return None
     weight_map = {tensor.key: tensor.file for tensor in sorted(tensors, key=lambda tensor: tensor.key)}
@@ -149,7 +151,7 @@ def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
 
 
 def _others_than_exported(directory: Path) -> list[str]:
-    """Return what in a directory no export has written."""
+    """Return the files of a directory that no export has written."""
     manifest = read_manifest(directory)
     beside = map(re.escape, (MANIFEST_FILE, *(() if manifest is None else manifest.files)))
     weights = r"model[^/]*\.safetensors(\.index\.json)?"
@@ -165,8 +167,8 @@ class ExportPlan(Plan):
 
     Attributes:
         checkpoint: the source.
-        written: all stored tensors, in the order of the files.
-        max_shard_bytes: size limit of a file, in bytes of tensors.
+        written: all tensors to write, in the order of the files.
+        max_shard_bytes: maximum bytes of tensors per file.
     """
 
     checkpoint: MegatronCheckpoint
@@ -175,7 +177,7 @@ class ExportPlan(Plan):
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes about the export that follow from the plan."""
+        """Notes for the manifest that follow from the plan."""
         absent = self.checkpoint.absent_predictors
         if not absent or self.architecture.prediction_layers:
             return super().notes
@@ -188,7 +190,7 @@ class ExportPlan(Plan):
 
     @functools.cached_property
     def files(self) -> dict[str, list[WrittenTensor]]:
-        """Tensors by file."""
+        """File name -> tensors."""
         files: dict[str, list[WrittenTensor]] = {}
         for tensor in self.written:
             files.setdefault(tensor.file, []).append(tensor)
@@ -196,13 +198,12 @@ class ExportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Fingerprints of everything that determines the written bytes, by the name of what
-        determines them."""
+        """Name -> fingerprint of everything that determines the output."""
         rest = [
             [tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset]
             for tensor in self.written
         ]
-        # If everything fits into one file, another size limit changes no byte, and is not part of the plan.
+        # With a single file, the size limit has no effect.
         shard_size = self.max_shard_bytes if len(self.files) > 1 else None
         options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
         begun = self.model.begun.source.identity() if isinstance(self.model, Completed) else []
@@ -213,7 +214,8 @@ class ExportPlan(Plan):
 
     @property
     def fingerprint_of_files(self) -> dict[str, str]:
-        """Fingerprint of the files next to the weights, which the last part to finish writes."""
+        """Fingerprint of the files next to the weights. With several parts, any part may be the one that
+        writes them, so all must agree."""
         directory = self.checkpoint.hf_directory
         return fingerprints(
             {
@@ -237,17 +239,16 @@ def plan_export(
 
     Args:
         checkpoint: the Megatron checkpoint.
-        dtype: dtype of all tensors; None keeps the checkpoint's dtypes, or the original dtype of a tensor
-            that the import had to widen.
-        max_shard_bytes: size limit of a safetensors file, in bytes of tensors; a larger tensor gets its own
-            file.
-        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
-            other.
-        lora: directory of a PEFT adapter to merge.
-        untouched_from: directory of the model that was trained, for the parts that training leaves unchanged.
+        dtype: dtype of all tensors; None keeps the checkpoint's dtypes, and narrows tensors that an import
+            has widened to their original dtype.
+        max_shard_bytes: maximum bytes of tensors per file; a larger tensor gets a file of its own.
+        allow_missing: patterns (``*`` and ``?``) of names that may have no counterpart.
+        lora: directory of an adapter to merge.
+        untouched_from: the model that training started from; provides the parts that training leaves
+            unchanged.
 
     Raises:
-        ConversionError: the checkpoint does not hold the model that its config describes.
+        ConversionError: the checkpoint does not contain the model that its config describes.
     """
     if max_shard_bytes < 1:
         raise ConversionError(
@@ -304,8 +305,8 @@ _OF_TOWER = "model.visual.pos_embed.weight"
 
 
 def _require_tower(checkpoint: MegatronCheckpoint) -> None:
-    """Refuse a training run's checkpoint of a vision-language model without its vision tower, which
-    transformers would initialise at random."""
+    """Reject a training checkpoint of a vision-language model, which lacks the vision tower. transformers
+    would initialize the tower randomly."""
     if not any(key.startswith(MEGATRON_PREFIX) for key in checkpoint.model.checkpoint):
         raise ConversionError(
             f"{checkpoint.directory} holds only the text part of a vision-language model, as "
@@ -318,11 +319,11 @@ def _require_tower(checkpoint: MegatronCheckpoint) -> None:
 
 
 def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: tuple[str, ...]) -> None:
-    """Refuse files and tensors that differ from those of the conversion which wrote the checkpoint.
+    """Check that a checkpoint still matches the manifest of the conversion that wrote it.
 
     Raises:
-        ConversionError: a file next to the weights was changed, the tensors are others than the manifest's,
-            or the manifest contradicts the model's family.
+        ConversionError: a file next to the weights was changed, tensors were added or removed, or the
+            manifest contradicts the family.
     """
     manifest = checkpoint.manifest
     if manifest is None:
@@ -349,8 +350,8 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
 
 
 def _stored(rules: list[Rule], manifest: ConversionManifest | None) -> list[tuple[TensorLocation, Parts]]:
-    """Return the tensors to store and their parts. Each tensor is stored alone under its own name, or at its
-    location in the source of the import."""
+    """Return the tensors to write, and their parts. A tensor is written under its own name, or in the stack
+    in which the source of an import had it."""
     together: dict[str, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
     known = {}
     for part in parts_in(rules):
@@ -375,12 +376,12 @@ def export_model(
     target: Path,
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> ConversionResult:
-    """Write the Hugging Face directory that a plan describes. An export that was killed is resumed.
+    """Write the Hugging Face directory of a plan. An interrupted export is resumed.
 
     Args:
-        plan: plan from ``plan_export``.
-        target: directory to write.
-        options: workers, memory limit and so on.
+        plan: result of ``plan_export``.
+        target: directory to create.
+        options: threads, memory limit and so on.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
@@ -388,18 +389,19 @@ def export_model(
     check_apart(plan.checkpoint.directory, target)
     if plan.checkpoint.hf_directory is not None:
         check_apart(plan.checkpoint.hf_directory, target, may_be_inside=True)
-        artifacts(plan.checkpoint.hf_directory)  # This refuses files that could not be copied at the end.
+        artifacts(plan.checkpoint.hf_directory)  # Fail now on files that could not be copied at the end.
         if plan.checkpoint.config_hash is not None:
             refuse_changed_config(
                 plan.checkpoint.hf_directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory
             )
+    # All other files there would be copied too, including the stored tensors.
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(
             f"{plan.checkpoint.directory} holds its config.json in the checkpoint directory itself",
             "pass --hf-config DIRECTORY",
         )
-    # With several parts, any machine may be the last one, which writes all files except the weights: all
-    # parts must agree on those files.
+    # Any part may be the last, which writes all files except the weights. So all parts must agree on these
+    # files.
     fingerprint = plan.fingerprint if options.part is None else plan.fingerprint | plan.fingerprint_of_files
     return convert(
         lambda staging: _Export(plan, staging, options),
@@ -412,8 +414,8 @@ def export_model(
 
 
 class _Export(Conversion):
-    """Running export, in which a piece is a stored tensor. The files have their full length from the start
-    and are filled tensor by tensor."""
+    """An export in progress; a piece is a stored tensor. Files are allocated at full length first, and filled
+    tensor by tensor."""
 
     verb, kind = "export", "tensor"
 
@@ -426,7 +428,7 @@ class _Export(Conversion):
             checkpoint.manifest,
             checkpoint.directory,
         )
-        # Open the files for writing, and for reading back what an earlier run has written.
+        # Opened for writing, and for reading back what an earlier run has written.
         self._export, self._opened = plan, OpenFiles(os.O_RDWR)
         self._headers, self.files = {}, []
         for file, tensors in plan.files.items():
@@ -438,11 +440,10 @@ class _Export(Conversion):
             self.pieces[tensor.key] = [part for part, _ in tensor.parts]
         for number in filter(options.has, range(len(self.files))):
             path, header, length = self._file(number)
-            # An existing file keeps its bytes: they may be finished work.
+            # Keep the bytes of an existing file, which may be finished work.
             path.touch(0o644)
             with self._opened.use(path) as descriptor:
-                # Give the file its full length at once, as a hole, so that threads write at their offsets in
-                # any order.
+                # Allocate the full length as a hole, so that threads can write at any offset.
                 os.ftruncate(descriptor, length)
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
@@ -474,7 +475,7 @@ class _Export(Conversion):
         for part, place in () if tensor.blocks else tensor.parts:
             row_bytes = torch.Size(part.shape[1:]).numel() * dtype.itemsize
             for start, stop in row_ranges(part.shape, dtype.itemsize):
-                # In a stack of experts, count the rows of all experts before this one.
+                # In a stack of experts, the rows of all previous experts come first.
                 row = place.start + start + (0 if place.index is None else place.index * place.shape[1])
                 position = row * row_bytes
                 yield Chunk(
@@ -510,7 +511,7 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
         (directory / "config.json").write_text(
             json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8"
         )
-    # Write the config after the comparison of the copied files above, because this may change them.
+    # After the comparison above, because this may change the copied ``config.json``.
     write_config(directory, main_dtype((tensor.dtype, tensor.size) for tensor in plan.written))
     tensors = {}
     for tensor in plan.written:
@@ -520,7 +521,7 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
     also_stored = dict(manifest.also_stored) if manifest is not None else {}
     places = dict(manifest.places) if manifest is not None else {}
     source, family = plan.checkpoint.directory.name, plan.architecture.family
-    # Hash the files now that they have their final content.
+    # Last, when the files have their final content.
     files = file_hashes(directory)
     ConversionManifest(
         source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files

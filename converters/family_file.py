@@ -8,14 +8,11 @@ mixtures of experts to start from. A family that is Qwen2 with other names for i
 
     from converters.families import dense, qwen2
 
-    def layer_rules(architecture, layer):
-        for rule in dense.layer_rules(architecture, layer):
-            parts = tuple(replace(part, name=part.name.replace(".mlp.", ".ffn.")) for part in rule.parts)
-            yield replace(rule, parts=parts)
+    def layer_rules(architecture, layer): for rule in dense.layer_rules(architecture, layer): parts =
+        tuple(replace(part, name=part.name.replace(".mlp.", ".ffn.")) for part in rule.parts) yield
+        replace(rule, parts=parts)
 
-    FAMILY = replace(
-        qwen2.FAMILY,
-        model_type="my_family",                   # of its config.json
+    FAMILY = replace( qwen2.FAMILY, model_type="my_family",                   # of its config.json
         architecture_class="MyFamilyForCausalLM",  # in its config.json under "architectures"
         config_like="qwen2",                      # the transformers config whose defaults apply
         layer_rules=lambda architecture, layer: tuple(layer_rules(architecture, layer)),
@@ -38,10 +35,10 @@ from converters.python_file import PythonFileError, module_of_file
 
 
 def load_family_file(path: Path) -> Family:
-    """Run the file, register its family and return it.
+    """Run a Python file, register its family, and return it.
 
     Raises:
-        ConversionError: the file cannot be read, fails, or has no ``FAMILY`` that can be registered.
+        ConversionError: the file cannot be read, raises, or has no valid ``FAMILY``.
     """
     try:
         module = module_of_file(path)
@@ -55,6 +52,6 @@ def load_family_file(path: Path) -> Family:
             f"{path} defines FAMILY = {family!r}", "define FAMILY as a converters.families.base.Family"
         )
     register_family(family)
-    # Rules are cached by architecture, and a family that is registered again may have other rules.
+    # Rules are cached by architecture; a family that is registered again may have other rules.
     forget_rules()
     return family

@@ -1,7 +1,7 @@
-"""Import from a Hugging Face checkpoint to a ``torch_dist`` checkpoint of Megatron-Core, one chunk of a
-tensor at a time, without building a model.
+"""Import a Hugging Face checkpoint to a ``torch_dist`` checkpoint of Megatron-Core, chunk by chunk, without
+building a model.
 
-The plan lists everything that the import will write. It is computed from headers alone.
+The plan is computed from headers alone, and lists everything that the import will write.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from converters.torch_dist.items import read_item
 from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked, stored_place
 from converters.torch_dist.writer import ItemFile, StoredItem, StoredTensor, finish_checkpoint, write_common
 
-# The sizes of files follow from the model alone: the written bytes must not depend on the number of workers.
+# The division into files depends only on the model, so that the number of threads does not change the output.
 _FILES, _SMALLEST_FILE, _LARGEST_FILE = 32, 16 * 2**20, 512 * 2**20
 
 
@@ -58,12 +58,12 @@ class ImportPlan(Plan):
 
     Attributes:
         rules: rules of the parameters to write, in order.
-        stacked: whether layers are stacked.
-        padded_vocab: rows of the embedding.
-        also_stored: names of source tensors that repeat another tensor, with that tensor's name.
-        config_notes: notes about the config for the user.
-        config: the parsed ``config.json`` of the source.
-        config_hash: SHA-256 of the bytes of ``config.json``.
+        stacked: layers are stacked along a leading dimension.
+        padded_vocab: number of rows of the written embedding.
+        also_stored: copy -> original, for tensors that the source stores twice.
+        config_notes: notes on the config for the user.
+        config: contents of the source's ``config.json``.
+        config_hash: SHA-256 of that file.
     """
 
     model: HuggingFaceModel
@@ -77,7 +77,7 @@ class ImportPlan(Plan):
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes about the import that follow from the plan."""
+        """Notes for the manifest that follow from the plan."""
         source, notes = self.model.source, {}
         if isinstance(source, DequantizedSource):
             notes.update(source.notes())
@@ -92,7 +92,7 @@ class ImportPlan(Plan):
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
     def shape(self, rule: Rule) -> tuple[int, ...]:
-        """Return the shape of a whole parameter."""
+        """Return the full shape of a parameter."""
         return shape_of_parameter(rule, self.padded_vocab)
 
     def dtype(self, rule: Rule) -> torch.dtype:
@@ -100,7 +100,7 @@ class ImportPlan(Plan):
         return self._stored[self.place(rule).key].dtype
 
     def size(self, rule: Rule) -> int:
-        """Return the size of a parameter in the checkpoint, in bytes."""
+        """Return the size of a parameter in the checkpoint in bytes."""
         return torch.Size(self.shape(rule)).numel() * self.dtype(rule).itemsize
 
     @property
@@ -118,10 +118,10 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def files(self) -> list[tuple[str, list[Rule]]]:
-        """Names of the item files, each with the rules of its parameters."""
+        """(file name, rules of its parameters) of each item file."""
         goal = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(map(self.size, self.rules)) // _FILES))
         files: list[tuple[str, list[Rule]]] = []
-        # Start as if a file were full, so that the first parameter opens a new file.
+        # Start with a full file, so that the first parameter opens one.
         filled = goal
         for rule in self.rules:
             if filled >= goal:
@@ -133,8 +133,7 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Fingerprints of everything that determines the written bytes, by the name of what
-        determines them."""
+        """Name -> fingerprint of everything that determines the output."""
         files = list[Any]()
         for name, rules in self.files:
             files.append([name, [rule.megatron_name for rule in rules]])
@@ -148,8 +147,8 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def _stored(self) -> dict[str, StoredTensor]:
-        """Stored tensors by key. All layers of a stacked tensor have the same dtype, the narrowest that holds
-        the values of all."""
+        """Key -> stored tensor. All layers of a stacked tensor get the same dtype, to which all of them
+        convert exactly."""
         dtypes: dict[str, torch.dtype] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for rule in self.rules:
@@ -157,6 +156,7 @@ class ImportPlan(Plan):
             shapes[place.key] = (*place.grid, *self.shape(rule))
             for part in rule.parts:
                 own = self.dtypes[part.name]
+                # Parameters stored in one tensor share a dtype; the widest keeps all values exact.
                 dtypes[place.key] = torch.promote_types(dtypes.get(place.key, own), own)
         return {key: StoredTensor(key, shape, dtypes[key]) for key, shape in shapes.items()}
 
@@ -175,19 +175,17 @@ def plan_import(
 
     Args:
         source: the Hugging Face checkpoint.
-        dtype: dtype of all tensors; None keeps the dtype of each tensor.
-        vocab_multiple: the vocabulary is padded with zero rows to a multiple of this.
-        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
-            other.
-        lora: directory of a PEFT adapter to merge.
-        allow_unsupported: import a model even if no Megatron-Core model computes the same function.
-        ignore_config_keys: keys of ``config.json`` that are known to be harmless.
+        dtype: dtype of all tensors; None keeps each tensor's dtype.
+        vocab_multiple: pad the vocabulary with zero rows to a multiple of this.
+        allow_missing: patterns (``*`` and ``?``) of names that may have no counterpart.
+        lora: directory of an adapter to merge.
+        allow_unsupported: import the model even if Megatron-Core cannot compute it.
+        ignore_config_keys: keys of ``config.json`` to ignore.
 
     Raises:
-        ConversionError: config and weights do not belong together, something cannot be carried over, or no
-            Megatron-Core model computes the same function.
+        ConversionError: config and weights do not belong together, or the model is not supported.
     """
-    # Hash the config before it is read, so that a change between the two is noticed at the end.
+    # Hash before reading, so that a change in between is detected at the end.
     hash_of_config = config_hash(source.directory)
     config = source.read_json("config.json")
     if config is None:
@@ -201,11 +199,11 @@ def plan_import(
     architecture = as_stored(read_architecture(config, ignore_config_keys), source.names())
     if not allow_unsupported:
         _require_support(architecture)
-    # Check the config before anything is sized by it: a wrong number in it could ask for terabytes.
+    # A wrong number in the config could request terabytes, so check it before using its sizes.
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     check_source(source, architecture, excused=allow_missing)
     if dtype is not None and isinstance(source, DequantizedSource):
-        # Dequantised values are rounded only once, to the requested dtype.
+        # Dequantise to float32, so that values are rounded only once, to the requested dtype.
         source.dequantized_dtype = torch.float32
     model = HuggingFaceModel(source, architecture)
     adapter = None
@@ -217,6 +215,7 @@ def plan_import(
     for part in parts_in(rules):
         dtypes[part.name] = kept_dtype(part, model.dtype(part), dtype)
         accounted.update(place.name for place in part.places)
+    # The manifest records these copies, so that an export writes them again.
     also_stored = stored_twice(source, architecture, allow_missing)
     return ImportPlan(
         model=model,
@@ -236,8 +235,8 @@ def plan_import(
 
 
 def _require_support(architecture: Architecture) -> None:
-    """Refuse a model that could be converted without loss but not trained. Reward models with a score head
-    pass: no GPTModel fits them, but trainers have their own model for them."""
+    """Reject a model that Megatron-Core cannot compute. Reward models with a score head pass, because
+    trainers have their own model class for them."""
     if architecture.head is not None:
         return
     try:
@@ -249,8 +248,8 @@ def _require_support(architecture: Architecture) -> None:
 
 
 def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -> bool:
-    """Return whether the source has all tensors of a parameter. A parameter without any may be excused; one
-    that is incomplete may not."""
+    """Return whether the source has all tensors of a parameter. An excused parameter may be missing, but not
+    incomplete."""
     missing = [part.name for part in rule.parts if not any(place.name in source for place in part.places)]
     if not missing:
         return True
@@ -269,33 +268,34 @@ def import_model(
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
     common_state: Mapping[str, Any] | None = None,
 ) -> ConversionResult:
-    """Write the checkpoint that a plan describes. An import that was killed is resumed.
+    """Write the checkpoint of a plan. An interrupted import is resumed.
 
     Args:
-        plan: plan from ``plan_import``.
-        target: directory to write.
-        options: workers, memory limit and so on.
-        common_state: state other than tensors, for ``common.pt``; by default there is none.
+        plan: result of ``plan_import``.
+        target: directory to create.
+        options: threads, memory limit and so on.
+        common_state: other state to store in ``common.pt``; None for none.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
     """
     directory = plan.model.source.directory
     check_apart(directory, target)
-    artifacts(directory)  # This refuses files that could not be copied at the end.
+    artifacts(directory)  # Fail now on files that could not be copied at the end.
+    # The plan may be older than the files.
     refuse_changed_config(directory, plan.config_hash, directory)
     begin = functools.partial(_Import, plan, common_state)
     return convert(begin, target, options, plan.fingerprint, others_than_converted, len(plan.tensors))
 
 
 class _Import(Conversion):
-    """Running import, in which a piece is an item file with all of its parameters."""
+    """An import in progress; a piece is an item file with all its parameters."""
 
     verb, kind = "import", "file"
 
     def __init__(self, plan: ImportPlan, common_state: Mapping[str, Any] | None, staging: Staging) -> None:
         directory = plan.model.source.directory
-        # If an export has written the source, the files next to its weights have to be those that it wrote.
+        # If an export wrote the source, the files next to its weights must be unchanged too.
         manifest = read_manifest(directory)
         if manifest is not None:
             refuse_changed_files(directory, directory, manifest.files)
@@ -344,8 +344,8 @@ class _Import(Conversion):
                 file.add(
                     chunk.key,
                     chunk.offsets,
-                    # An item has all dimensions of the stored tensor: the axes over layers and experts have
-                    # size 1 in it.
+                    # An item has all dimensions of the stored tensor; those of layers and experts have size
+                    # 1.
                     tensor.reshape(*[1] * (len(chunk.offsets) - tensor.dim()), *tensor.shape),
                 )
         finally:
@@ -360,8 +360,7 @@ class _Import(Conversion):
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         plan, directory = self._import, self.staging.directory
-        # Collect the items in the order of the plan rather than that of the threads, so that the index is
-        # always the same.
+        # In the order of the plan, not of the threads, so that the index is deterministic.
         items = list[StoredItem]()
         for name in self.pieces:
             items += map(_item, self.finished[name]["items"])
@@ -370,9 +369,9 @@ class _Import(Conversion):
             write_common(directory, self._common_state)
         source, beside = plan.model.source, directory / HF_DIRECTORY
         copy_artifacts(source.directory, beside)
-        # Compare the copy rather than the source, which could still change between the two steps.
+        # Check the copy, because the source could still change after a check.
         refuse_changed_config(beside, plan.config_hash, source.directory)
-        # Remove the quantisation after the comparison, because this changes the file.
+        # After the check, because this changes the file.
         if isinstance(source, DequantizedSource):
             drop_quantization(beside)
         tensors, places = {}, {}
@@ -390,6 +389,6 @@ class _Import(Conversion):
 
 
 def _item(described: Sequence[Any]) -> StoredItem:
-    # A record has passed through JSON, which turns tuples into lists.
+    # JSON has turned tuples into lists.
     key, offsets, sizes, *place = described
     return StoredItem(key, tuple(offsets), tuple(sizes), *place)

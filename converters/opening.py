@@ -1,4 +1,4 @@
-"""Opening of a Hugging Face directory or a Megatron checkpoint, with its config and its manifest."""
+"""Open a Hugging Face or Megatron checkpoint with its config and its manifest."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class MegatronCheckpoint:
 
     Attributes:
         directory: directory of the checkpoint itself.
-        model: its tensors.
-        hf_directory: directory of config, tokenizer and so on; None if there is none.
-        config: the parsed ``config.json``.
-        config_hash: SHA-256 of the bytes of ``config.json``; None if the config was derived.
-        manifest: manifest of the conversion that wrote the checkpoint, if one did.
-        config_is_made: whether the config was derived from the trainer's settings, without a file.
-        unanswered: flags for values that a derived config still lacks, and that an export needs.
-        padding_is_free: whether rows beyond the vocabulary may hold any values, since trainers with their own
-            settings initialise them arbitrarily.
-        stored: the checkpoint as it is stored.
-        weights: which weights of the checkpoint the tensors are (``OpeningOptions``).
-        absent_predictors: number of prediction layers that the config counts and a training run has left out;
-            0 for a conversion, whose source had none either.
+        model: the model's tensors.
+        hf_directory: directory with config, tokenizer and so on; None if there is none.
+        config: contents of ``config.json``.
+        config_hash: SHA-256 of ``config.json``; None if the config was derived.
+        manifest: manifest of the conversion that wrote the checkpoint, if any.
+        config_is_made: the config was derived from the trainer's settings.
+        unanswered: command line flags for values that a derived config lacks, and that an export needs.
+        padding_is_free: padding rows of the vocabulary may have any values, because other trainers initialize
+            them arbitrarily.
+        stored: the tensors as they are stored.
+        weights: the selected weights (``OpeningOptions``).
+        absent_predictors: number of multi-token-prediction layers in the config that the checkpoint of a
+            training run lacks; 0 for a conversion.
     """
 
     directory: Path
@@ -73,19 +73,23 @@ class MegatronCheckpoint:
 
     @property
     def recorded_files(self) -> dict[str, str]:
-        """Hashes of the files in ``hf_directory`` as the conversion left them; empty without a manifest, or
-        if ``hf_directory`` is outside the checkpoint."""
+        """File -> hash in the manifest, for files in ``hf_directory``. Empty without a manifest, or if
+        ``hf_directory`` is outside of the checkpoint."""
         own = self.manifest is not None and self.hf_directory == self.directory / HF_DIRECTORY
         return self.manifest.files if self.manifest is not None and own else {}
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype that a Hugging Face tensor had before an import widened it to give a stack of
-        layers a single dtype."""
+        """Return the dtype that a tensor had before an import widened it to the dtype of its stack of layers.
+
+        Args:
+            name: Hugging Face tensor name.
+            stored: dtype in the checkpoint; returned if the tensor was not widened.
+        """
         return stored if self.manifest is None else self.manifest.dtype_before(name, stored)
 
     def identity(self) -> list[Any]:
-        """Return name, size and modification time of each file, which change when the weights change."""
-        # The optimizer's master weights change together with the optimizer's files.
+        """Return name, size and modification time of each file; they change when the weights change."""
+        # Master weights are stored in the optimizer's files.
         places = [
             self.directory,
             *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory)),
@@ -100,19 +104,19 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     """Open a Megatron checkpoint.
 
     Args:
-        path: the checkpoint, or a directory in which a trainer keeps one (``find_checkpoint``).
-        options: settings that the checkpoint lacks, and which of its weights to read.
+        path: the checkpoint, or a trainer's directory that contains it (``find_checkpoint``).
+        options: values that the checkpoint lacks, and which weights to read.
 
     Raises:
-        ConversionError: there is no checkpoint, nothing describes its model, or the descriptions contradict
-            each other.
+        ConversionError: there is no checkpoint, its model is unknown, or config, settings and options
+            contradict each other.
     """
     options = options or OpeningOptions()
     directory = find_checkpoint(path)
     checkpoint = TorchDistCheckpoint(directory)
     tensors, settings = tensors_of(checkpoint, options.weights), read_settings(checkpoint, options)
     hf_directory = options.hf_directory or _stored_config(directory, path)
-    # Hash the config before it is read, so that a change between the two is noticed when the export ends.
+    # Hash before reading, so that a change in between is detected at the end of an export.
     hash_of_config = None if hf_directory is None else config_hash(hf_directory)
     config = (
         _made_config(directory, settings, options, tensors)
@@ -121,12 +125,12 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     )
     described = read_architecture(config, options.ignored_config_keys)
     architecture = as_stored(described, tensors)
-    # Check the config before anything is sized by it.
+    # A wrong number in the config could request terabytes, so check it before using its sizes.
     check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
     if settings is not None:
         check_agreement(settings, architecture, options.ignored_settings)
     made = hf_directory is None
-    # A manifest has hashes of the model's own weights, but not of the optimizer's master weights.
+    # Hashes in a manifest are of the model weights, not of the master weights.
     manifest = read_manifest(directory) if options.weights == MODEL_WEIGHTS else None
     return MegatronCheckpoint(
         directory,
@@ -150,7 +154,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of either format."""
+    """An opened checkpoint of either format."""
 
     path: Path
     model: HuggingFaceModel | MegatronModel
@@ -159,39 +163,40 @@ class Opened:
 
     @property
     def files(self) -> Path | None:
-        """Directory of the files next to the weights; None if there is none."""
+        """Directory with the files next to the weights; None if there is none."""
         return self.path if self.megatron is None else self.megatron.hf_directory
 
     @property
     def recorded_files(self) -> dict[str, str]:
-        """Hashes of the files next to the weights, as a conversion left them; empty if none are recorded."""
+        """File -> hash that a conversion recorded, for files next to the weights; empty if none are
+        recorded."""
         if self.megatron is not None:
             return self.megatron.recorded_files
         return {} if self.manifest is None else self.manifest.files
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The parsed ``config.json``; None if the config is derived from a trainer's settings."""
+        """Contents of ``config.json``; None if the config was derived from a trainer's settings."""
         if self.megatron is None:
             return read_config(self.path)
         return None if self.megatron.config_is_made else self.megatron.config
 
     @functools.cached_property
     def tensors(self) -> dict[str, HuggingFaceTensor]:
-        """Hugging Face tensors that the checkpoint holds, by name."""
+        """Hugging Face tensors that the checkpoint contains, by name."""
         return {
             tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)
         }
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """Return the dtype of a tensor, or its original dtype if an import widened it."""
+        """Return the dtype of a tensor; if an import widened it, the original dtype."""
         stored = self.model.dtype(tensor)
-        # An export does not widen: a tensor in another dtype than its manifest records is a difference.
+        # Exports do not widen, so another dtype than the manifest's is a difference.
         return stored if self.megatron is None else self.megatron.dtype_before(tensor.name, stored)
 
 
 def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
-    """Open a checkpoint of either format; the options apply to Megatron-Core checkpoints.
+    """Open a checkpoint of either format. The options apply to Megatron checkpoints.
 
     Raises:
         ConversionError: the checkpoint has neither format, or is damaged.
@@ -204,21 +209,24 @@ def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
 
 
 def _stored_config(directory: Path, given: Path) -> Path | None:
-    # Look for the checkpoint's own config first, then for one that a trainer keeps for all of its
-    # checkpoints.
+    # Prefer the checkpoint's own config to one that a trainer stores for all its checkpoints.
     places = (directory / HF_DIRECTORY, directory, given / HF_DIRECTORY, directory.parent / HF_DIRECTORY)
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
 def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]:
-    """Return the config of a directory, and raise ``ConversionError`` if the options contradict it."""
+    """Return the config in a directory.
+
+    Raises:
+        ConversionError: the options contradict the config.
+    """
     config = read_config(hf_directory)
     if options.tokenizer is not None:
         raise ConversionError(
             f"{hf_directory} already says which config and tokenizer belong to the model",
             "leave --tokenizer out",
         )
-    # A vision-language model keeps the settings of its text model in a config of their own.
+    # A vision-language model has its text settings in a section.
     said = (config.get("text_config") or config).get("vocab_size")
     if options.vocab_size not in (None, said):
         raise ConversionError(
@@ -231,7 +239,7 @@ def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]
 def _made_config(
     directory: Path, settings: ForeignSettings | None, options: OpeningOptions, tensors: StoredTensors
 ) -> dict[str, Any]:
-    """Return a config derived from the trainer's settings."""
+    """Return a config that is derived from the trainer's settings."""
     if settings is None:
         raise ConversionError(
             f"{directory} does not say which model it is ({HF_DIRECTORY}/config.json is missing)",
@@ -256,7 +264,7 @@ def open_huggingface(
         ignored_config_keys: see ``OpeningOptions``.
 
     Raises:
-        ConversionError: the checkpoint has no config, or a config that cannot be carried over.
+        ConversionError: the checkpoint has no config, or one that is not supported.
     """
     config = source.read_json("config.json")
     if config is None:
@@ -264,12 +272,13 @@ def open_huggingface(
             f"{source.directory} has no config.json", "give the directory of a complete model"
         )
     architecture = as_stored(read_architecture(config, ignored_config_keys), source.names())
+    # A wrong size in the config could request terabytes, so compare with the stored shapes first.
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     return HuggingFaceModel(source, architecture)
 
 
 def kind_of(path: Path) -> str:
-    """Return the format of a directory: ``megatron`` or ``huggingface``.
+    """Return the format of a checkpoint: ``megatron`` or ``huggingface``.
 
     Raises:
         ConversionError: the directory has neither format.
@@ -281,19 +290,20 @@ def kind_of(path: Path) -> str:
             f"{path} is no directory",
             "give the directory of a Hugging Face model or of a Megatron checkpoint",
         )
+    # Raises if there is no Megatron checkpoint either.
     find_checkpoint(path)
     return MEGATRON
 
 
 def describe(opened: Opened) -> dict[str, Any]:
-    """Return format, family, sizes, dtypes and layout of a checkpoint.
+    """Return format, family, dimensions, dtypes and layout of a checkpoint.
 
     Returns:
-        ``path``, ``format``, ``family``, ``parameters`` and ``bytes`` of the tensors in the checkpoint,
-            ``dtypes`` (number of tensors by dtype), ``tied_embeddings`` and ``architecture`` (as
-            ``Architecture``). Where they apply: ``missing`` (names) and the original format of quantised
-            weights; for Megatron ``layers`` (stacked or indexed), ``padded_vocabulary`` and
-            ``optimizer_state``; for conversions ``converted_from`` and ``manifest_tensors``.
+        ``path``, ``format``, ``family``, ``parameters``, ``bytes``, ``dtypes`` (dtype -> number of tensors),
+            ``tied_embeddings`` and ``architecture`` (fields of ``Architecture``). If applicable also
+            ``missing`` (tensor names) and the format of quantised weights; for Megatron ``layers`` (stacked
+            or indexed), ``padded_vocabulary`` and ``optimizer_state``; for conversions ``converted_from`` and
+            ``manifest_tensors``.
     """
     architecture = opened.model.architecture
     dtypes: Counter[str] = Counter()
@@ -328,7 +338,7 @@ def describe(opened: Opened) -> dict[str, Any]:
 
 
 def inspect_path(path: Path, options: OpeningOptions) -> Answer:
-    """Describe a checkpoint as the answer of ``inspect``. Arguments and errors are those of ``open_any``."""
+    """Return the result of ``inspect``; arguments and errors as in ``open_any``."""
     facts = describe(open_any(path, options))
     lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
     return (

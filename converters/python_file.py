@@ -1,4 +1,4 @@
-"""User-defined modules, run from the files that the user names; nothing in a checkpoint can run one."""
+"""Run Python files that a user names as modules. Nothing in a checkpoint can trigger this."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ _MODULES: dict[str, ModuleType] = {}
 
 
 class PythonFileError(Exception):
-    """Error for a file that cannot be read as Python, or whose code fails. The message gives the reason
-    without the file's name."""
+    """A file cannot be read as Python, or its code failed. The message gives the reason without the file's
+    name."""
 
 
 def modules_from_files() -> list[ModuleType]:
     """Return the modules that were run from files. Other processes cannot import them by name, so their
-    objects are pickled by value."""
+    objects must be pickled by value."""
     return list(_MODULES.values())
 
 
 def module_of_file(path: Path) -> ModuleType:
-    """Return the module of a file, which a process runs once as long as the file does not change.
-
-    As in a script, the module can import the files next to it at any time.
+    """Run a file as a module, or return the module of an earlier run if the file is unchanged. Like a script,
+    the module can import files in its directory.
 
     Raises:
-        PythonFileError: the file cannot be read, imports a neighbouring file by the name of another module,
-            or fails in any way, SystemExit included.
+        PythonFileError: the file cannot be read, raises any exception (also SystemExit), or imports a file of
+            its directory whose name Python resolves to another module.
     """
     try:
         text = path.read_bytes()
-        # Do not inherit the __future__ imports of this module, which would turn annotations into strings.
+        # Do not inherit this module's __future__ imports, which would turn annotations into strings.
         code = compile(text, str(path), "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError) as error:
         raise PythonFileError(f"cannot be read as a Python file ({error})") from error
-    # The module's name contains a hash of path and text: a changed file is another module, and equal names do
+    # With a hash of path and text in the name, a changed file is another module, and files of equal names do
     # not collide.
     name = f"user_file_{path.stem}_{hashlib.sha256(str(path.absolute()).encode() + text).hexdigest()[:16]}"
     if name in _MODULES:
         return _MODULES[name]
     module = ModuleType(name)
     module.__file__ = str(path)
-    # Dataclasses and pickles look up the classes of the file in ``sys.modules``.
+    # Dataclasses and pickle look up classes in ``sys.modules``.
     sys.modules[name] = module
     directory = str(path.absolute().parent)
     if directory not in sys.path:
-        # Append the directory at the end, so that its files do not shadow installed modules.
+        # At the end, so that its files do not shadow installed modules.
         sys.path.append(directory)
     try:
         _refuse_others_names(text, path.absolute().parent)
@@ -66,11 +65,11 @@ def module_of_file(path: Path) -> ModuleType:
 
 
 def _refuse_others_names(text: bytes, directory: Path) -> None:
-    """Refuse a file that imports a neighbour whose name Python resolves to another module, which would be run
-    silently.
+    """Reject a file that imports a file of its directory whose name Python resolves to another module; that
+    module would be run silently instead.
 
     Args:
-        text: content of the file.
+        text: contents of the file.
         directory: directory of the file.
     """
     seen, unread = set[str](), [text]
@@ -92,7 +91,7 @@ def _refuse_others_names(text: bytes, directory: Path) -> None:
 def _imported_names(text: bytes) -> Iterator[str]:
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    # The import that follows will report the error.
+    # Running the file will report the error.
     except (SyntaxError, ValueError):
         return
     for node in nodes:
@@ -104,8 +103,8 @@ def _imported_names(text: bytes) -> Iterator[str]:
 
 
 def _origin_of(name: str) -> str:
-    """Return the file that Python would import under a name, or a description if there is no file."""
-    # The file may be newer than importlib's cached listing of the directory.
+    """Return the file that Python would import for a name, or a description if it is not a file."""
+    # importlib's cached listing of the directory may be older than the file.
     importlib.invalidate_caches()
     found = getattr(sys.modules[name], "__file__", None) if name in sys.modules else None
     if name not in sys.modules:

@@ -1,19 +1,17 @@
-"""Self-test ``megarl convert selftest``: it runs tiny models of a family, generated from the family's config
-class and rules, through every conversion.
+"""Implementation of ``megarl convert selftest``: convert generated tiny models of a family, and check the
+results.
 
-For each variant of a tiny config (``variants``), the checks are:
+Checks for each variant of a tiny config (``variants``):
 
-* ``rules``: no name and no location has two rules, and the tensors of every rule fit its layout;
-* ``tensors``: the rules ask for every tensor that transformers saves, and for no others;
-* ``shards``: parameters that are sharded over tensor-parallel ranks and joined again are unchanged;
-* ``round trip``: import and export give the same bytes, in float32 with all elements different, and in
-  bfloat16;
-* ``accounting``: each tensor that is removed or renamed is reported by name;
-* ``log-probabilities``: Megatron-Core computes the same from the rules' parameters as plain transformers.
-  Only this check can notice that two tensors of the same shape are swapped. It runs if a Megatron-Core worker
-  is available (``megarl convert``, not ``python -m converters``) and transformers knows the family. Otherwise
-  the result gives the reason;
-* ``config keys``: names the keys that a user-defined family declares and does not read.
+* ``rules``: names and locations are unique, and the tensors of a rule match its layout.
+* ``tensors``: the rules need exactly the tensors that transformers saves.
+* ``shards``: parameters are unchanged after sharding over tensor-parallel ranks and joining.
+* ``round trip``: import and export give the same bytes, in float32 with distinct elements, and in bfloat16.
+* ``accounting``: each removed or renamed tensor is reported by name.
+* ``log-probabilities``: Megatron-Core, with the converted parameters, computes the same as transformers. Only
+  this check detects swapped tensors of equal shape. It needs a Megatron-Core worker (``megarl convert``, not
+  ``python -m converters``) and a family that transformers knows; otherwise the result gives the reason.
+* ``config keys``: lists keys that a user-defined family declares but does not read.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ _ONE_PART, _GATE_AND_UP, _HEADS = 1, 2, 3
 
 
 def rule_problems(architecture: Architecture) -> Iterator[str]:
-    """Yield duplicate names, locations that two parameters share, and tensors that do not fit their rule's
+    """Yield duplicate names, locations shared by two parameters, and tensors that do not match their rule's
     layout."""
     family = family_of(architecture.family)
     rules = [*head_rules(family.model_rules(architecture), architecture)]
@@ -120,7 +118,7 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
 
 
 def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
-    """Yield tensors that change when their parameter is sharded over ranks and joined again."""
+    """Yield tensors that differ after their parameter was sharded over ranks and joined."""
     for rule in all_rules(architecture):
         for ranks in _TENSOR_PARALLEL_SIZES:
             padded = padded_vocab_size(architecture.vocab_size, ranks)
@@ -131,12 +129,12 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
             except ConversionError:
                 if ranks == 1:
                     raise
-                # One of the tiny model's sizes is odd, and this rule splits that axis.
+                # An odd size of the tiny model cannot be divided.
                 continue
             back = dict(to_hf(rule, shards, architecture))
             whole = dict(to_hf(rule, [load_shard(rule, source, architecture)], architecture))
             for part in rule.parts:
-                # A tensor that is stored in one piece under its own name is compared with the stored tensor.
+                # Compare with the stored tensor, if it is stored alone.
                 expected = source.read(part.name) if part.name in source else whole[part.name]
                 if not torch.equal(back[part.name], expected):
                     yield (
@@ -146,24 +144,24 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
 
 
 ComputeLogprobs = Callable[[Path, Tensor], Tensor]
-"""Function of a Hugging Face directory and tokens [B, S] int64 that returns Megatron-Core's log-probabilities
-[B, S] float32, with zeros in column 0."""
+"""Computes log-probabilities with Megatron-Core: (Hugging Face directory, tokens [B, S] int64) -> [B, S]
+float32, with zeros in column 0."""
 LOGPROB_BOUND = 1e-5
-"""Largest allowed difference of a log-probability in float32."""
-# This number does not divide the tiny vocabulary, so that the import adds padding and the export removes it.
+"""Maximum absolute difference of a log-probability in float32."""
+# Does not divide the tiny vocabulary, so that padding is added and removed.
 _VOCABULARY_MULTIPLE = 4
 _TOKENS = (3, 17)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of a variant.
+    """Result of a check of a variant.
 
     Attributes:
-        variant: the change in the variant's config.
+        variant: what the variant changes in the config.
         check: name of the check.
         result: ``passed``, ``failed``, or ``left out`` if the check could not run.
-        text: figures, the failure, or the reason for leaving the check out.
+        text: measurements, the failure, or the reason for ``left out``.
     """
 
     variant: str
@@ -178,20 +176,22 @@ class Finding:
 def selftest(
     family: Family, config: dict[str, Any], compute: ComputeLogprobs | None = None
 ) -> Iterator[Finding]:
-    """Check a family, and yield the findings.
+    """Run all checks of a family, and yield the results.
 
     Args:
-        family: the family, which has to be registered.
-        config: parsed ``config.json`` of a tiny model of the family.
-        compute: computes log-probabilities by Megatron-Core; None leaves that comparison out.
+        family: registered family.
+        config: ``config.json`` of a tiny model.
+        compute: computes log-probabilities with Megatron-Core; None skips that check.
 
     Raises:
-        ConversionError: the family refuses the unchanged config.
+        ConversionError: the family rejects the unchanged config.
     """
     for number, (variant, changed) in enumerate(variants(config, family)):
         try:
             architecture = read_architecture(changed)
         except ConversionError as error:
+            # The first variant is the given config, which must be valid. The family may reject a derived
+            # variant.
             if number == 0:
                 raise
             yield Finding(variant, "config", "left out", f"refused: {'; '.join(error.details) or error.what}")
@@ -211,7 +211,7 @@ class _Variant:
     directory: Path
 
     def findings(self, compute: ComputeLogprobs | None, thorough: bool) -> Iterator[Finding]:
-        """Yield the result of every check, up to a failure that the following checks depend on."""
+        """Yield the result of each check. Stops after a failure on which later checks depend."""
         note = (
             ""
             if is_known_to_transformers(self.family)
@@ -257,7 +257,7 @@ class _Variant:
             run()
         except ConversionError as error:
             return Finding(self.name, check, "failed", str(error))
-        # The rules of a user's family may fail in any way.
+        # A user-defined family may raise anything.
         except Exception as error:
             return Finding(self.name, check, "failed", f"{type(error).__name__}: {error}")
         return Finding(self.name, check, "passed", text)
@@ -280,7 +280,11 @@ class _Variant:
         _refuse(problems)
 
     def _accounting(self) -> None:
-        """Raise ``ConversionError`` unless every tensor is reported by name when it is removed or renamed."""
+        """Check that each tensor is reported by name when it is removed or renamed.
+
+        Raises:
+            ConversionError: a tensor is not reported.
+        """
         tensors, changed = stored_tensors(self.model), self.directory / "changed"
         changed.mkdir()
         problems = []
@@ -289,7 +293,7 @@ class _Variant:
             for stored in (others, {**others, f"{name}.other": tensors[name]}):
                 save_tensors(changed, stored)
                 try:
-                    # Only the names are wrong here. Without the comparison of tied weights no data is read.
+                    # Only names are wrong, so skip the comparison of tied weights, which reads data.
                     check_source(open_source(changed), self.architecture, compare_tied=False)
                 except ConversionError as error:
                     for each in (name, *(set(stored) - set(tensors))):
@@ -351,20 +355,20 @@ def selftest_of(
     config: Path | None,
     megatron: Callable[[Sequence[Path]], AbstractContextManager[ComputeLogprobs]] | None,
 ) -> Answer:
-    """Check one family.
+    """Run the self-test of a family.
 
     Args:
-        name: name of the family; None for the family of the last file.
+        name: ``model_type`` of the family; None for the family of the last file.
         family_files: files of user-defined families.
-        config: config of a tiny model; None to generate one.
-        megatron: context manager that gives a function computing with Megatron-Core, called with the files of
-            user-defined families; None if Megatron-Core is not available.
+        config: ``config.json`` of a tiny model, or its directory; None generates one.
+        megatron: context manager that is called with the family files and provides a ``ComputeLogprobs``;
+            None without Megatron-Core.
 
     Returns:
-        Exit code, facts for JSON, text for the terminal.
+        Exit code, summary for JSON, text for the terminal.
 
     Raises:
-        ConversionError: no family is named, or no tiny model of it can be built.
+        ConversionError: no family is named, or a tiny model of it cannot be built.
     """
     if name is None and not family_files:
         raise ConversionError("selftest needs a family", "pass --family NAME, or --family-file FILE")

@@ -1,5 +1,5 @@
-"""Tiny models for the self-test of a family: configs in which all sizes differ, and weights in which all
-elements differ."""
+"""Tiny models for the self-test: configs in which all sizes differ, and weights in which all elements
+differ."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 42,
     "intermediate_size": 52,
-    # Models of transformers that treat some layers differently do so in every second to fourth layer.
+    # Enough layers for models that treat every second to fourth layer differently.
     "num_hidden_layers": 5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    # Some models rotate a quarter of it, which has to be an even number.
+    # Some models rotate a quarter of the head, which must be an even number of dimensions.
     "head_dim": 24,
     "max_position_embeddings": 64,
 }
-# These sizes are set if the config class has them.
+# Sizes that are set if the config class has them.
 _FURTHER_SIZES: dict[str, Any] = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -63,11 +63,11 @@ _FIX = "pass --config FILE, the config.json of a tiny model of the family"
 
 
 def tiny_config(family: Family) -> dict[str, Any]:
-    """Return a ``config.json`` of a tiny model of the family, built from the defaults of its transformers
-    config class.
+    """Return the ``config.json`` of a tiny model, from the defaults of the family's transformers config
+    class.
 
     Raises:
-        ConversionError: transformers has no such class, or the class does not accept the sizes.
+        ConversionError: transformers has no such class, or it rejects the sizes.
     """
     from transformers import AutoConfig
 
@@ -86,7 +86,7 @@ def tiny_config(family: Family) -> dict[str, Any]:
         defaults = AutoConfig.for_model(like).to_dict()
         further = {key: value for key, value in _FURTHER_SIZES.items() if key in defaults}
         described = AutoConfig.for_model(like, **_sizes(defaults), **further).to_dict()
-    # Config classes check their values with exceptions of any type.
+    # Config classes raise exceptions of any type for invalid values.
     except Exception as error:
         raise ConversionError(
             f"no tiny {like} config can be made ({type(error).__name__}: {error})", _FIX
@@ -103,8 +103,8 @@ def tiny_config(family: Family) -> dict[str, Any]:
 
 
 def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tiny sizes. With latent attention there are as many key-value heads as heads, and
-    ``head_dim`` is left out, because it follows from other sizes."""
+    """Return the tiny sizes. With latent attention every head has its own key and value, and ``head_dim`` is
+    omitted because it is derived."""
     if "kv_lora_rank" not in defaults:
         return _SIZES
     others = {key: value for key, value in _SIZES.items() if key != "head_dim"}
@@ -112,8 +112,8 @@ def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield names and configs: the config itself, and variants that change one thing, which is a switch of
-    the family or a single key-value head for all query heads."""
+    """Yield (name, config): the unchanged config, and variants that flip one boolean of the family or use a
+    single key-value head."""
     yield "as it is", dict(config)
     for key in ["tie_word_embeddings", *sorted(family.config_keys)]:
         value = config.get(key, False if key == "tie_word_embeddings" else None)
@@ -124,7 +124,7 @@ def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, d
 
 
 def is_known_to_transformers(family: Family) -> bool:
-    """Return whether plain transformers can build and run a model of the family."""
+    """Return whether transformers itself can build and run models of a family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return (renamed_class(family.model_type) or family.model_type) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -133,23 +133,22 @@ def is_known_to_transformers(family: Family) -> bool:
 def save_random(
     directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture
 ) -> None:
-    """Save a model with random weights: built by transformers if it knows the family, otherwise from the
-    tensors of the rules."""
+    """Save a model with random weights, built by transformers if it knows the family, else from the rules'
+    tensors."""
     torch.manual_seed(0)
     directory.mkdir()
     if is_known_to_transformers(family):
         from transformers import AutoModelForCausalLM
 
-        # The grouped matrix product, which transformers prefers for experts, needs rows of a multiple of 16
-        # bytes.
+        # transformers' grouped matmul for experts needs rows of a multiple of 16 bytes.
         model = AutoModelForCausalLM.from_config(
             make_hf_config(config), dtype=torch.float32, experts_implementation="eager"
         )
-        # A recurrence multiplies rounding errors: at the usual scale transformers' float32 result is 3e-4
-        # away from its float64 result.
+        # A recurrence amplifies rounding errors: at the usual scale, transformers' float32 result is 3e-4
+        # from its float64 result.
         scale = 0.05 if "linear_key_head_dim" in config else _SCALE
-        # Add noise to fresh norms, which are all alike, and to fresh biases, which are zeros: a conversion
-        # that exchanges two of them would otherwise go unnoticed.
+        # New norms are equal and new biases are 0, so without noise a conversion could swap two of them
+        # unnoticed.
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape) * scale
@@ -164,8 +163,8 @@ def save_random(
 
 
 def save_unique(directory: Path, model: Path, architecture: Architecture, dtype: torch.dtype) -> None:
-    """Save the tensors of ``model`` with other values: in float32 all elements differ, in narrower dtypes
-    they are random."""
+    """Save the tensors of ``model`` with other values: all elements distinct in float32, random in narrower
+    dtypes."""
     directory.mkdir()
     (directory / "config.json").write_bytes((model / "config.json").read_bytes())
     write_config(directory, dtype)
@@ -174,7 +173,7 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
     for name, tensor in sorted(stored_tensors(model).items()):
         wanted = torch.float32 if name in stay else dtype
         if wanted is torch.float32:
-            # Use multiples of 2^-12 up to 2^11: float32 holds them exactly, and all of them differ.
+            # Multiples of 2^-12 below 2^11 are exact and distinct in float32.
             tensors[name] = (
                 torch.arange(count, count + tensor.numel(), dtype=torch.float32) / 4096 - 1024
             ).reshape(tensor.shape)
@@ -193,11 +192,11 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors into one safetensors file."""
+    """Write tensors to a single safetensors file."""
     save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _random(like: Tensor) -> Tensor:
     noise = torch.randn(like.shape) * _SCALE
-    # Vectors are mostly norms, and values around 1 keep the activations in range.
+    # Vectors are mostly norms; values around 1 keep activations in range.
     return 1.0 + noise if like.dim() == 1 else noise

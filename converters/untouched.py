@@ -1,4 +1,4 @@
-"""Weights of a model's directory that training leaves unchanged: a vision tower, and prediction layers."""
+"""Weights that training leaves unchanged: the vision tower and multi-token-prediction layers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Untouched:
     """Tensors of a checkpoint that training leaves unchanged.
 
     Args:
-        source: the checkpoint; its tensors are read on demand, and ``directory`` is its own.
-        architecture: the checkpoint's architecture, needed for prediction layers that are numbered after the
-            ordinary layers. Copies of embedding and output layer in prediction layers are excluded, because
-            training changes their originals.
+        source: the checkpoint; tensors are read on demand.
+        architecture: its architecture; needed for multi-token-prediction layers that are numbered after the
+            ordinary layers. Their copies of embedding and output layer are excluded, because training changes
+            the originals.
     """
 
     def __init__(self, source: HuggingFaceSource, architecture: Architecture | None = None) -> None:
@@ -46,9 +46,9 @@ class Untouched:
         return " and ".join(f"{what} ({count} tensors)" for what, count in counts.items() if count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors as they are stored, bit for bit."""
-        # Open the plain source: these tensors are returned as they are stored, neither dequantised nor
-        # adapted. The directory of a model without any may be gone by now.
+        """Yield (name, tensor as stored)."""
+        # Open the plain source, because tensors are returned as stored, neither dequantised nor merged.
+        # Without any, the directory may not exist any more.
         if not self._names:
             return
         source = HuggingFaceSource(self.directory)
@@ -57,18 +57,18 @@ class Untouched:
 
 
 def _prefixes(architecture: Architecture | None) -> dict[str, str]:
-    """Return the parts that training leaves unchanged, by the prefixes of their tensor names."""
+    """Return name prefix -> part that training leaves unchanged."""
     if architecture is None:
         return _PREFIXES
     return {**_PREFIXES, **dict.fromkeys(beginnings(architecture), _PREDICTION)}
 
 
 class Completed(MegatronModel):
-    """Checkpoint of a training run, completed with the parts that the run left unchanged.
+    """A checkpoint of a training run, completed with the parts that training left unchanged.
 
     Args:
         trained: the checkpoint.
-        begun: the model that the run started from.
+        begun: the model that training started from.
 
     Raises:
         ConversionError: the architectures differ.
@@ -84,7 +84,7 @@ class Completed(MegatronModel):
                 "the checkpoint's",
                 "give the directory of the model that was trained",
             )
-        # This architecture includes the multi-token prediction layers, which the trained checkpoint lacks.
+        # This architecture includes the multi-token-prediction layers, which the trained checkpoint lacks.
         super().__init__(trained.checkpoint, begun.architecture)
         self.begun = begun
         self._prefixes = tuple(_prefixes(begun.architecture))

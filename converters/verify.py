@@ -1,4 +1,4 @@
-"""Verification that a conversion lost nothing, and the output of ``verify`` and ``diff``."""
+"""Verify that a conversion lost nothing; implementation of ``megarl convert verify`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -40,9 +40,15 @@ from converters.opening import Opened, open_any, open_megatron
 
 
 def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> Iterator[Difference]:
-    """Yield the problems of one checkpoint by itself: its keys and shapes against its config, ties, padding,
-    its manifest. If it is compared with no other checkpoint and has no manifest, its values must also be
-    finite."""
+    """Yield the faults of one checkpoint: keys and shapes against its config, tied weights, padding, and its
+    manifest.
+
+    Args:
+        opened: the checkpoint.
+        excused: patterns of tensor names that may be missing or unknown.
+        is_alone: the checkpoint is not compared with another one. Without a manifest, its values must then be
+            finite.
+    """
     try:
         if isinstance(opened.model, MegatronModel):
             account(opened.model, tuple(excused))
@@ -51,7 +57,7 @@ def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> It
     except ConversionError as error:
         for detail in error.details or (error.what,):
             yield Difference("keys", opened.path.name, detail)
-        # Stop here: without the right names and shapes the checks below could not read the tensors.
+        # The checks below need the right names and shapes to read the tensors.
         return
     if isinstance(opened.model, MegatronModel) and not (
         opened.megatron is not None and opened.megatron.padding_is_free
@@ -70,8 +76,8 @@ def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iter
     """Yield the differences of two models: config, files next to the weights, tensors.
 
     Args:
-        one, other: the checkpoints.
-        excused: patterns (``*`` and ``?``) of names that need no counterpart.
+        one, other: the models.
+        excused: patterns (``*`` and ``?``) of tensor names that may exist on one side only.
     """
     yield from config_differences(one.model.architecture, other.model.architecture)
     if one.config is not None and other.config is not None:
@@ -82,15 +88,13 @@ def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iter
 
 
 def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()) -> list[Difference]:
-    """Return all problems of a checkpoint, and all of its differences from another; empty if there are none.
-
-    Every tensor is read. With neither another checkpoint nor a manifest to compare with, the values still
-    have to be finite.
+    """Return all faults of a checkpoint and its differences from another one; empty if there are none. Every
+    tensor is read. Without another checkpoint and a manifest, all values must be finite.
 
     Args:
         one, other: the checkpoints.
-        excused: patterns (``*`` and ``?``) of names that need no counterpart, in addition to those that a
-            manifest records as excused.
+        excused: patterns (``*`` and ``?``) of tensor names that may have no counterpart, in addition to those
+            in the manifests.
     """
     opened = [one] if other is None else [one, other]
     alone = (*excused, *recorded_excuses(opened))
@@ -99,20 +103,20 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
         found += problems_of(each, alone, is_alone=other is None)
     if other is None:
         return found
-    # Drop these: the comparison below reports values that are not finite.
+    # The comparison below reports values that are not finite, so drop these.
     found = [difference for difference in found if difference.kind != "values"]
     # Missing tensors cannot be compared.
     if _has_kind(found, "keys"):
         return found
     agree_on_dtypes(one, other)
-    # A tensor that the manifests excuse may be missing on both sides, but not on one: pass only the caller's
-    # patterns.
+    # A tensor that the manifests excuse may be missing on both sides, but not on one, so pass only the
+    # caller's patterns.
     return found + list(differences(one, other, excused))
 
 
 def agree_on_dtypes(one: Opened, other: Opened) -> None:
-    """Set the dtype in which quantised weights are dequantised to that of the other checkpoint, since they
-    have no dtype themselves."""
+    """Dequantise quantised weights to the dtype of the other checkpoint, because they have no dtype of their
+    own."""
     for this, that in ((one, other), (other, one)):
         source = this.model.source if isinstance(this.model, HuggingFaceModel) else None
         if not isinstance(source, DequantizedSource):
@@ -120,6 +124,7 @@ def agree_on_dtypes(one: Opened, other: Opened) -> None:
         tensors = that.tensors
         for name, tensor in this.tensors.items():
             if name in tensors and any(source.is_dequantized(place.name) for place in tensor.places):
+                # One tensor is enough, because a source has one dtype for all dequantised tensors.
                 source.dequantized_dtype = that.dtype(tensors[name])
                 break
 
@@ -140,8 +145,7 @@ def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
 def scope(
     opened: Sequence[Opened], found: Sequence[Difference], excused: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Return descriptions of what ``verify`` checked in one or two checkpoints, and of what it did
-    not check."""
+    """Return descriptions of what ``verify`` has checked, and of what it has not checked."""
     checked, unchecked = (
         ["names, shapes and dtypes of all tensors against config.json"],
         [*_unchecked_files(opened)],
@@ -177,7 +181,7 @@ def scope(
 
 
 def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
-    """Yield descriptions of the files next to the weights that were compared with nothing."""
+    """Yield descriptions of files next to the weights that were not compared."""
     hashes = [file_hashes(each.files) for each in opened if each.files is not None]
     if len(opened) == 1:
         recorded = opened[0].recorded_files
@@ -201,12 +205,9 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
 
 
 def logits_difference(one: Opened, other: Opened) -> float:
-    """Return the largest absolute difference between the two models' logits for random tokens, computed by
-    plain transformers in float32 on a CPU.
-
-    A Megatron checkpoint is exported to a temporary directory first. The models are in memory one after the
-    other.
-    """
+    """Return the largest absolute difference of two models' logits for random tokens, computed by
+    transformers in float32 on a CPU. A Megatron checkpoint is exported to a temporary directory. Only one
+    model is in memory at a time."""
     results = list(map(_logits, (one, other)))
     return float((results[0] - results[1]).abs().max())
 
@@ -215,7 +216,7 @@ def known_config(directory: Path) -> Any:
     """Return the transformers config of a model.
 
     Raises:
-        ConversionError: transformers does not know the model type in ``config.json``.
+        ConversionError: transformers does not know the model type.
     """
     try:
         return read_hf_config(directory)
@@ -225,8 +226,8 @@ def known_config(directory: Path) -> Any:
 
 
 def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Tensor:
-    """Return the logits of token ids that plain transformers computes in float32 on a CPU, or the scores of a
-    model with a score head."""
+    """Return the logits of token ids, or the scores of a model with a score layer, computed by transformers
+    in float32 on a CPU."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
@@ -241,7 +242,7 @@ def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Te
         if head is not None and head.bias
         else AutoModelForSequenceClassification
     )
-    # The grouped product of experts, which transformers prefers, does not support every width.
+    # transformers' grouped matmul for experts does not support every width.
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": "eager",
@@ -263,11 +264,12 @@ def _logits(opened: Opened) -> Tensor:
         elif isinstance(opened.model, HuggingFaceModel) and isinstance(
             opened.model.source, DequantizedSource
         ):
-            # Dequantise the model first: transformers computes with quantised weights only on a GPU.
+            # transformers computes with quantised weights only on a GPU, so dequantise first.
             directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
             import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
             export_model(plan_export(open_megatron(imported)), directory)
         architecture = opened.model.architecture
+        # A fixed seed, because both checkpoints must get the same tokens.
         ids = torch.randint(0, architecture.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
         return logits_of(directory, ids, architecture.head)
 
@@ -287,10 +289,10 @@ def verify_paths(
 
     Args:
         paths: one or two checkpoints.
-        options: settings that a Megatron checkpoint lacks.
-        excused: patterns of names that need no counterpart.
-        logits: whether to compare also the logits that transformers computes from both.
-        lora: directory of a PEFT adapter that is merged into the first checkpoint before the comparison.
+        options: values that a Megatron checkpoint lacks.
+        excused: patterns of tensor names that may have no counterpart.
+        logits: also compare the logits that transformers computes.
+        lora: directory of an adapter to merge into the first checkpoint.
 
     Raises:
         ConversionError: the verification is not possible, or a file is damaged.
@@ -341,7 +343,7 @@ def verify_paths(
 
 
 def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequence[str]) -> Answer:
-    """List the differences of two models. Arguments and errors are those of ``verify_paths``."""
+    """List the differences of two models; arguments and errors as in ``verify_paths``."""
     one, other = open_any(first, options), open_any(second, options)
     found = [each for each in differences(one, other, excused) if each.kind != NOT_FINITE]
     facts = {"equal": not found, "differences": list(map(asdict, found))}

@@ -1,7 +1,7 @@
-"""LoRA adapters by themselves: PEFT's directories, and Megatron-Bridge's adapters in ``torch_dist``
+"""Convert LoRA adapters between PEFT's directories and Megatron-Bridge's adapters in ``torch_dist``
 checkpoints.
 
-Megatron-Core has no adapters. The format is that of Megatron-Bridge (as its release 0.3.1 reads): two linear
-layers next to a layer of Megatron-Core, ``.adapter.linear_in`` [rank, in] and ``.adapter.linear_out`` [out,
-rank], whose product times alpha / rank is added to the layer's output.
+Megatron-Core itself has no adapters. Megatron-Bridge (release 0.3.1) adds two linear layers to a layer:
+``.adapter.linear_in`` [rank, in] and ``.adapter.linear_out`` [out, rank]. Their product times alpha / rank is
+added to the layer's output.
 """

@@ -1,5 +1,4 @@
-"""A Hugging Face checkpoint with an adapter merged into its tensors as they are read, for code that loads a
-model from it."""
+"""A Hugging Face checkpoint whose tensors are read with a LoRA adapter merged in."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from converters.model_config.architecture import Architecture
 
 
 class AdaptedSource(HuggingFaceSource):
-    """A checkpoint with an adapter merged in. Changed tensors are float32, so that only the reader rounds the
-    sum of base and adapter.
+    """A checkpoint that is read with an adapter merged in. Tensors that the adapter changes are float32, so
+    that the sum of base and adapter is rounded only once, by the reader.
 
     Args:
         directory: directory of the base model.
@@ -28,7 +27,7 @@ class AdaptedSource(HuggingFaceSource):
         architecture: architecture of the base model.
 
     Raises:
-        ConversionError: there is no readable checkpoint, or the adapter does not fit it.
+        ConversionError: the checkpoint cannot be read, or the adapter does not match it.
     """
 
     def __init__(self, directory: Path, adapter: Path, architecture: Architecture) -> None:
@@ -37,6 +36,7 @@ class AdaptedSource(HuggingFaceSource):
         self._changed: dict[str, list[Member]] = {}
         for tensor in hf_tensors(architecture):
             if tensor.name in self.adapter:
+                # One stored tensor may contain several tensors that are changed, such as a stack of experts.
                 place = locate(tensor, self)
                 self._changed.setdefault(place.name, []).append((tensor, place))
         # A tensor that is stored twice has to stay equal to its copy.
@@ -45,7 +45,7 @@ class AdaptedSource(HuggingFaceSource):
                 self._changed[name] = self._changed[original]
 
     def require_own_base(self) -> None:
-        """Compare the base weights that the adapter stores with those of the checkpoint.
+        """Check that base weights stored in the adapter equal those of the checkpoint.
 
         Raises:
             ConversionError: the weights differ.
@@ -72,7 +72,8 @@ class AdaptedSource(HuggingFaceSource):
             # independent.
             block = super().read(name, slices)
             return self.adapter.merge(tensor.name, block, first, torch.float32, columns=box[1])
-        # The adapter counts rows within its own tensors, whose rows may alternate in this stored tensor.
+        # The adapter's rows are those of one logical tensor, whose rows may be interleaved with others in the
+        # stored tensor.
         is_stack = place.index is not None
         whole = super().read(name, (slice(first, last),) if is_stack else None).float()
         for tensor, place in members:

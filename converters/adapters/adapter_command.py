@@ -1,5 +1,5 @@
-"""The sub-command ``adapter``: conversion of adapters by themselves, between PEFT's format and a
-``torch_dist`` checkpoint."""
+"""Implementation of ``megarl convert adapter``: convert an adapter without its base model, between PEFT's
+format and ``torch_dist`` checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from converters.families.read import read_architecture
 from converters.files.reading import identity_of
 from converters.torch_dist.location import find_checkpoint
 
-# peft (0.21, for transformers 5) treats these as factors of stacks of experts, wherever in a mixture of
-# experts they stand.
+# peft (0.21, with transformers 5) takes modules of these names for experts, also those of dense layers in a
+# mixture-of-experts model.
 _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
 _others = functools.partial(others_than, re.compile(f"{ADAPTER_CONFIG}|{WEIGHTS_FILE}"), ADAPTER_CONFIG)
 
@@ -35,15 +35,16 @@ _others = functools.partial(others_than, re.compile(f"{ADAPTER_CONFIG}|{WEIGHTS_
 def open_megatron_adapter(
     directory: Path, hf_directory: Path | None, ignored: Collection[str] = ()
 ) -> MegatronAdapter:
-    """Open the adapters of a checkpoint.
+    """Open the adapters of a ``torch_dist`` checkpoint.
 
     Args:
-        directory: the checkpoint, or the directory in which a trainer keeps it.
-        hf_directory: directory with the ``config.json`` of the base model; None if the checkpoint has it.
-        ignored: keys of that ``config.json`` that are known to be harmless.
+        directory: the checkpoint, or a trainer's directory that contains it.
+        hf_directory: directory with the ``config.json`` of the base model; None if the checkpoint contains
+            it.
+        ignored: keys of that ``config.json`` to ignore.
 
     Raises:
-        ConversionError: nothing gives the base model's config, or ``MegatronAdapter`` refuses the checkpoint.
+        ConversionError: the base model's config is missing, or ``MegatronAdapter`` rejects the checkpoint.
     """
     checkpoint = find_checkpoint(directory)
     places = (
@@ -59,20 +60,21 @@ def open_megatron_adapter(
 
 
 def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Write PEFT's directory. The whole adapter is in memory, because safetensors writes a file at once.
+    """Write an adapter as a PEFT directory. All its tensors are in memory at once, because safetensors writes
+    a file in one call.
 
     Args:
-        adapter: the source.
-        target: directory to write.
-        overwrite: whether to replace an existing adapter.
+        adapter: adapter to write.
+        target: directory to create.
+        overwrite: replace an existing adapter.
 
     Returns:
-        Number of tensors and bytes, as ``tensors`` and ``bytes``.
+        ``tensors``: number of tensors; ``bytes``: their size.
 
     Raises:
-        ConversionError: PEFT would misread some of the adapter, or the target cannot be written.
+        ConversionError: PEFT would misread the adapter, or the target cannot be written.
     """
-    kept = adapter.origin.name == ADAPTER_CONFIG  # It came from PEFT, and is returned unchanged.
+    kept = adapter.origin.name == ADAPTER_CONFIG  # A config that came from PEFT is copied unchanged.
     misread = (
         sorted(filter(_OF_EXPERTS.fullmatch, adapter.keys())) if adapter.has_experts and not kept else []
     )
@@ -83,6 +85,7 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
             "merge them: give the base model, and with --lora this directory",
             misread,
         )
+    # With --overwrite, a target inside the source or around it would destroy the source.
     check_apart(adapter.directory, target)
     plan = fingerprints({WEIGHTS: identity_of(adapter.files())})
     with Staging(target, plan, overwrite=overwrite, others_in=_others) as staging:
@@ -102,17 +105,17 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
 def convert_adapter(
     source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()
 ) -> Answer:
-    """Convert an adapter from PEFT's format to Megatron's, or the reverse.
+    """Convert an adapter from PEFT's format to Megatron's, or back; the source's format decides.
 
     Args:
-        source: PEFT's directory, or a ``torch_dist`` checkpoint of adapters.
-        target: directory to write.
+        source: PEFT directory, or ``torch_dist`` checkpoint of adapters.
+        target: directory to create.
         hf_directory: directory with the ``config.json`` of the base model.
-        overwrite: whether to replace an existing target of the same kind.
-        ignored: keys of ``config.json`` that are known to be harmless.
+        overwrite: replace an existing target of the same kind.
+        ignored: keys of ``config.json`` to ignore.
 
     Returns:
-        Exit code, facts for JSON, text for the terminal.
+        Exit code, summary for JSON, text for the terminal.
 
     Raises:
         ConversionError: the adapter cannot be converted exactly, or the target cannot be written.

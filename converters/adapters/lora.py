@@ -1,8 +1,8 @@
-"""LoRA adapters saved by PEFT or Megatron-Bridge, merged into a model while it is read.
+"""Merge LoRA adapters of PEFT or Megatron-Bridge into a model while it is read.
 
-An opened adapter has PEFT's names and shapes, whatever saved it. The merged weight is W + scaling * B A,
-computed in float32 from the stored base weight and rounded once to the stored dtype. Each element sums over
-the ranks in order, so that the bits depend neither on the number of rows read at a time nor on the machine.
+An opened adapter has PEFT's names and shapes, whichever program saved it. The merged weight is W + scaling *
+B A, computed in float32 from the stored base weight and rounded once. Each element sums over the ranks in
+order, so the result does not depend on how many rows are read at a time, nor on the machine.
 """
 
 from __future__ import annotations
@@ -30,22 +30,28 @@ from converters.torch_dist.location import holds_checkpoint
 
 # In an adapter, ``lora_A`` is [rank, in] and ``lora_B`` is [out, rank].
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
-# This is the number of float32 elements of a temporary, which should fit into a processor's cache.
+# Number of float32 elements of a temporary, small enough for a processor's cache.
 _BLOCK_ELEMENTS = 2**17
 _FIX = "use the base model that the adapter was trained on, and an adapter of plain LoRA"
 
 
 Member = tuple[HuggingFaceTensor, TensorLocation]
-"""Tensor of one expert, and its location in a stack of all experts."""
+"""One expert's tensor, and its location in the stored stack of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The two matrices of a module: names of the stored tensors, and the factor on their product.
+    """The two low-rank matrices of a module, whose scaled product is added to the base weight.
 
-    Factors of an embedding are transposed. A stack of experts stores the factors of all experts together: an
-    expert has ``rank`` rows of ``down``, and its own columns of ``up``; ``place`` gives the rows of ``up``
-    that belong to the tensor.
+    Attributes:
+        down: name of the stored ``lora_A``.
+        up: name of the stored ``lora_B``.
+        scaling: factor on the product.
+        rank: rank of the adapter.
+        is_embedding: the factors are transposed, as PEFT stores them for embeddings.
+        place: location of an expert's tensor in a stack, whose factors are stored together for all experts:
+            the expert has ``rank`` rows of ``down``, every n-th column of ``up``, and the rows that ``place``
+            gives.
     """
 
     down: str
@@ -57,22 +63,21 @@ class Factors:
 
 
 class LoraAdapter:
-    """An adapter fitted to a model.
+    """A LoRA adapter that has been checked against a model.
 
     Args:
-        directory: PEFT's directory, or a ``torch_dist`` checkpoint of adapters.
+        directory: PEFT directory, or ``torch_dist`` checkpoint of adapters.
         architecture: architecture of the base model.
 
     Raises:
-        ConversionError: the adapter is damaged, is not a plain LoRA, or does not fit the model.
+        ConversionError: the adapter is damaged, is not plain LoRA, or does not match the model.
 
     Attributes:
-        source: the adapter's tensors.
-        base: names of the base model's tensors that are stored with the adapter, by the name of the Hugging
-            Face tensor.
-        factors: factors by the name of the Hugging Face tensor that they change.
-        replaced: rows that replace those of the base model, by the name of the Hugging Face tensor.
-        changed: names of the Hugging Face tensors that the adapter changes.
+        source: reads the adapter's tensors.
+        base: Hugging Face tensor name -> name of a base weight that is stored with the adapter.
+        factors: Hugging Face tensor name -> its factors.
+        replaced: Hugging Face tensor name -> rows that replace the base's rows.
+        changed: names of all Hugging Face tensors that the adapter changes.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
@@ -93,15 +98,15 @@ class LoraAdapter:
         self.changed = frozenset((*self.factors, *self.replaced))
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the adapter changes the Hugging Face tensor of that name."""
+        """Return whether the adapter changes a Hugging Face tensor."""
         return name in self.changed
 
     def notes(self) -> dict[str, str | int]:
-        """Return the adapter's name and its number of tensors, for the notes of a conversion."""
+        """Return the adapter's name and its number of tensors, for the notes in a manifest."""
         return {"lora": self.directory.resolve().name, "lora_tensors": len(self.changed)}
 
     def identity(self) -> list[list[str | int]]:
-        """Return name, size and modification time of the adapter's files."""
+        """Return name, size and modification time of each of the adapter's files."""
         return identity_of(self.source.files())
 
     def merge(
@@ -112,18 +117,17 @@ class LoraAdapter:
         dtype: torch.dtype | None = None,
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Return rows of a base tensor with the adapter merged in.
+        """Merge the adapter into some rows of a base tensor.
 
         Args:
-            name: name of the Hugging Face tensor.
-            rows: [n, columns], the base's rows from row ``start`` on.
-            start: the first row.
-            dtype: dtype of the result; None for that of ``rows``.
-            columns: start and stop of the columns in ``rows``, for a tensor that has factors; None for all
-                columns.
+            name: Hugging Face tensor name.
+            rows: [n, columns] rows of the base tensor, beginning with row ``start``.
+            start: index of the first row.
+            dtype: dtype of the result; None for the dtype of ``rows``.
+            columns: (start, stop) of the columns in ``rows``; None for all. Only for tensors with factors.
         """
         if name in self.replaced:
-            # Convert through the wider dtype, so that values are rounded only once if the adapter's dtype is
+            # Go through at least float32: values are then rounded only once, even if the adapter's dtype is
             # wider than the base's.
             merged = rows.to(torch.promote_types(rows.dtype, torch.float32))
             self.replaced[name].put(self.source, merged, start)
@@ -144,8 +148,7 @@ class LoraAdapter:
             torch.empty(rows.shape, dtype=dtype or rows.dtype),
             torch.promote_types(rows.dtype, torch.float32),
         )
-        # Blocks only limit temporaries: an element's terms are summed over the ranks in the same order in any
-        # block.
+        # Blocks only limit the size of temporaries. An element's sum over the ranks does not depend on them.
         step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
         for begin in range(0, rows.shape[0], step):
             block = slice(begin, begin + step)
@@ -155,8 +158,8 @@ class LoraAdapter:
     def _of_expert(
         self, factors: Factors, place: TensorLocation, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
-        # PEFT views A as [experts, rank, in] but B as [out, rank, experts]: an expert has adjacent rows of A,
-        # and every ``experts``-th column of B.
+        # PEFT views A as [experts, rank, in] but B as [out, rank, experts]. So an expert has adjacent rows of
+        # A, and every ``experts``-th column of B.
         expert, experts, rank = place.index or 0, place.shape[0], factors.rank
         first = place.start + start * place.step
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
@@ -173,7 +176,11 @@ class LoraAdapter:
     def _fit(
         self, tensors: Mapping[str, HuggingFaceTensor], architecture: Architecture, replacements: Replacements
     ) -> dict[str, Factors]:
-        """Return the factors by Hugging Face name."""
+        """Match the adapter's tensors with the model's. Return Hugging Face tensor name -> factors.
+
+        Raises:
+            ConversionError: tensors are unknown, missing or have a wrong shape; lists all problems.
+        """
         found: dict[str, dict[str, str]] = {}
         problems, tied = replacements.problems, architecture.tied_embeddings
         for name in sorted(set(self.source.keys()) - replacements.names):
@@ -222,7 +229,7 @@ class LoraAdapter:
             if name in self.replaced:
                 problems.append(f"{name} is changed twice: by LoRA factors and by a full tensor")
         untrained = _untrained_layers(architecture, [*fitted, *found, *self.replaced])
-        # Experts are no modules in transformers 5, so that a list of modules does not mean them.
+        # In transformers 5, experts are not modules, so ``target_modules`` does not select them.
         stacked = {tensor.name for members in stacks.values() for tensor, _ in members}
         has_experts = any(f"{module}.weight" in stacked for module in found) or stacked & fitted.keys()
         modules = {name: tensors[name] for name in tensors if has_experts or name not in stacked}
@@ -235,8 +242,7 @@ class LoraAdapter:
                 and not stack.startswith(untrained)
             ):
                 problems.append(f"missing: {stack}, which target_parameters lists")
-        # Test for a wrapper before the problems are raised: its prefix makes every name unknown, and a single
-        # message then replaces the whole list.
+        # A wrapper's prefix makes all names unknown. Report it as one error instead of a long list.
         if problems:
             self._refuse_wrapped(tensors)
         if problems or not (fitted or self.replaced):
@@ -272,8 +278,8 @@ class LoraAdapter:
         stacks: Mapping[str, list[Member]],
         fitted: dict[str, Factors],
     ) -> list[str]:
-        """Fit the factors of a stack of experts, and return the problems. Only the shapes tell which of the
-        layer's stacks PEFT's factors belong to."""
+        """Match the factors of a module with one of its stacks of experts, and return the problems. PEFT
+        gives both stacks of a layer the same names, so the shapes decide."""
         if set(names) != {"lora_A", "lora_B"}:
             return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed"]
         down, up = names["lora_A"], names["lora_B"]
@@ -281,6 +287,7 @@ class LoraAdapter:
         wanted = {}
         for stack, members in stacks.items():
             tensor, place = members[0]
+            # PEFT concatenates the ranks of all experts.
             rank = self._config.rank_of(stack) * place.shape[0]
             rows = place.shape[2] if place.transposed else place.shape[1]
             wanted[stack] = ((rank, tensor.shape[1]), (rows, rank))
@@ -343,21 +350,19 @@ class LoraAdapter:
 
 
 def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Member]]:
-    """Return the parameters in which transformers stacks the matrices of all experts of a layer, by name,
-    with their members."""
+    """Return the parameters that stack the matrices of all experts of a layer: stored name -> members."""
     stacks: dict[str, list[Member]] = {}
     for tensor in tensors.values():
         for place in tensor.places:
+            # Stacked biases have two dimensions, and MXFP4 blocks are another form of the same weights.
             if place.index is not None and len(place.shape) == 3 and place.written:
                 stacks.setdefault(place.name, []).append((tensor, place))
     return stacks
 
 
 def _product(up: Tensor, down: Tensor) -> Tensor:
-    """Multiply [n, r] by [r, columns] term by term. Each term is rounded separately, so that the result does
-    not depend on n."""
-    # Do not use matmul, which chooses the order of its sums by the number of rows, nor addcmul, which may
-    # round the product and the sum together.
+    """Multiply [n, r] by [r, columns], and round after each term, so that the result does not depend on n."""
+    # matmul chooses the order of summation by the number of rows, and addcmul may use a fused multiply-add.
     total = torch.zeros(up.shape[0], down.shape[1])
     term = torch.empty_like(total)
     for rank in range(down.shape[0]):
@@ -367,8 +372,8 @@ def _product(up: Tensor, down: Tensor) -> Tensor:
 
 
 def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tuple[str, ...]:
-    """Return the name prefixes of prediction layers that the adapter does not change. transformers has no
-    such layers, so an adapter trained with it cannot have factors for them."""
+    """Return the name prefixes of multi-token-prediction layers that the adapter does not change.
+    transformers does not implement these layers, so its adapters have no factors for them."""
     names = list(changed)
     return tuple(
         prefix for prefix in beginnings(architecture) if not any(name.startswith(prefix) for name in names)

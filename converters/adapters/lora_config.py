@@ -1,5 +1,4 @@
-"""The ``adapter_config.json`` of a PEFT adapter: the settings that merging needs. Unsupported settings are
-refused by name."""
+"""Parse the ``adapter_config.json`` of a PEFT adapter. Settings that cannot be merged are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 from converters.errors import ConversionError
 from converters.model_config.sizes import is_off, read_number
 
-# These keys are about training, the origin of the adapter, or the choice of modules, which the adapter's own
+# These keys concern training, the origin of the adapter, or the choice of modules, which the adapter's
 # tensors show.
 _INERT = frozenset(
     {
@@ -56,27 +55,26 @@ _READ = frozenset(
     "modules_to_save",
     "trainable_token_indices",
 }
-# The other methods (pissa, olora, corda, loftq ...) subtract something from the base weights before training.
+# With other methods (pissa, olora, corda, loftq ...) training starts from changed base weights.
 _UNCHANGED_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal")
 _FIX = "merge it with peft, or save it in a plain LoRA form"
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Settings that determine how an adapter changes weights.
+    """Settings that determine how an adapter changes the weights.
 
     Attributes:
-        rank, alpha: rank and alpha of every module without a matching pattern.
-        rank_patterns, alpha_patterns: ranks and alphas by a regular expression for the end of a module's
-            name.
-        rank_stabilized: whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
-        targets: names, or ends of names, of the modules that must have an adapter; empty if the config does
-            not list them.
-        target_parameters: the same for parameters that are not a module's weight: stacks of experts.
-        saved_modules: names, or ends of names, of modules that the adapter stores as a whole.
-        token_indices: rows of embeddings that the adapter stores, by the name of the module, or its end.
-        expression: regular expression that names of modules with an adapter match, if the config has one.
-        beginnings: prefixes of names in the model and in the patterns, if these differ.
+        rank, alpha: rank and alpha of modules without a matching pattern.
+        rank_patterns, alpha_patterns: regular expression for the end of a module's name -> rank or alpha.
+        rank_stabilized: the scaling is alpha / sqrt(rank) instead of alpha / rank.
+        targets: names, or last parts of names, of modules that must have an adapter; empty if not listed.
+        target_parameters: the same for parameters that are not the weight of a module, such as stacks of
+            experts.
+        saved_modules: names, or last parts of names, of modules that the adapter stores in full.
+        token_indices: module name, or its last part -> indices of the embedding rows that the adapter stores.
+        expression: regular expression for the names of modules with an adapter, if the config has one.
+        beginnings: name prefix in the model, and the prefix in the patterns that it corresponds to.
     """
 
     rank: int
@@ -92,20 +90,21 @@ class LoraConfig:
     beginnings: tuple[str, str] = ("", "")
 
     def chooses(self, module: str) -> bool:
-        """Return whether the config lets a module have an adapter. PEFT drops the factors of any other."""
+        """Return whether the config selects a module. PEFT ignores the factors of other modules."""
         own = self._own_name(module)
         if self._is_parameter(module):
             return True
         if self.expression is not None:
             return self.expression.fullmatch(own) is not None
+        # Without a list, as for all-linear, every module with factors is accepted.
         return not self.targets or is_among(module, self.targets) or is_among(own, self.targets)
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter. As in PEFT, the first matching pattern decides."""
+        """Return the rank of a module's adapter; the first matching pattern decides, as in PEFT."""
         return self.rank_patterns.get(_pattern_of(self.rank_patterns, self._own_name(module)), self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """Return the factor on the product of a module's adapter."""
+        """Return the factor on the product of a module's factors."""
         alpha = self.alpha_patterns.get(_pattern_of(self.alpha_patterns, self._own_name(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
@@ -115,13 +114,14 @@ class LoraConfig:
 
     def _own_name(self, module: str) -> str:
         in_model, in_patterns = self.beginnings
-        # PEFT matches patterns with the name of the parameter, where it is not a module that has the adapter.
+        # For an adapter of a parameter, PEFT matches patterns with the parameter's name instead of the
+        # module's.
         name = f"{module}.weight" if self._is_parameter(module) else module
         return in_patterns + name.removeprefix(in_model) if name.startswith(in_model) else name
 
 
 def is_among(name: str, targets: frozenset[str]) -> bool:
-    """Return whether a name, or its end after a dot, is one of the targets."""
+    """Return whether a name, or the part of it after some dot, is one of the targets."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -130,27 +130,29 @@ def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def _at_end(pattern: str) -> str:
-    # This is the expression of PEFT's get_pattern_key, so that both find the same pattern.
+    # The same expression as in PEFT's ``get_pattern_key``.
     return rf"(.*\.)?({pattern})$"
 
 
 def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Parse the adapter's config.
+    """Parse the config of an adapter.
 
     Args:
-        path: path of the file, for messages.
-        config: content of the file.
+        path: file of the config, for error messages.
+        config: contents of the file.
 
     Raises:
-        ConversionError: lists every setting that is not a plain LoRA's.
+        ConversionError: the adapter is not plain LoRA; lists all unsupported settings.
     """
     problems = list(_refused(config))
     chosen, saved = config.get("target_modules"), config.get("modules_to_save") or []
     if not isinstance(saved, list):
         problems.append(f"modules_to_save = {saved!r}: a list of names of modules is needed")
         saved = []
+    # PEFT treats a string other than all-linear as a regular expression for complete module names.
     is_expression = isinstance(chosen, str) and chosen != "all-linear"
     rank, ranks = read_number(config.get("r"), "r", problems), _patterns(config, "rank_pattern", problems)
+    # ``read_number`` also accepts fractions, which only alpha may have.
     for name, value in {"r": rank, **ranks}.items():
         if value != int(value):
             problems.append(f"{name} = {value!r}: a rank has to be a whole number")
@@ -200,6 +202,7 @@ def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[
     if not isinstance(patterns, Mapping):
         problems.append(f"{key} = {patterns!r}: an object of patterns and numbers is needed")
         return {}
+    # Compile the complete expression, as PEFT does: a pattern such as ``)`` is only wrong inside it.
     if not all(_compiled(key, _at_end(pattern), problems) for pattern in patterns):
         return {}
     return {str(pattern): read_number(value, pattern, problems) for pattern, value in patterns.items()}
@@ -214,8 +217,7 @@ def _compiled(key: str, pattern: str, problems: list[str]) -> re.Pattern[str] | 
 
 
 def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[int, ...]]:
-    """Return the token rows by module. A plain list belongs to the input embedding, which PEFT finds by its
-    role in the model."""
+    """Return module -> token rows. A plain list is for the input embedding."""
     given = config.get("trainable_token_indices") or {}
     by_module = {"embed_tokens": given} if isinstance(given, list) else given
     if not isinstance(by_module, Mapping) or not all(
@@ -229,9 +231,10 @@ def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, 
 
 
 def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the targets that a key lists, but only if the list alone decides. Expressions, exceptions and
-    choices of layers give an empty set, since the stored tensors show what was chosen."""
+    """Return the targets that a key lists. Empty if other keys or a regular expression restrict the choice
+    too, because the stored tensors then show what was chosen."""
     targets = config.get(key)
+    # These keys may exclude some of the listed modules, so the list alone proves nothing.
     restrictions = list(map(config.get, _CHOICE - {"target_modules", "target_parameters"}))
     if not isinstance(targets, list) or any(value not in (None, [], "") for value in restrictions):
         return frozenset()

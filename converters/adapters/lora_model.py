@@ -1,4 +1,4 @@
-"""Stored models with an adapter merged into them as they are read."""
+"""Open stored models with an adapter merged in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=LogicalModel)
 def _merged(model: Model, directory: Path, choose_dtype: ChooseDtype) -> tuple[Model, LoraAdapter]:
     adapter = LoraAdapter(directory, model.architecture)
     refuse_other_base(adapter, model)
-    # Make a shallow copy: both models share the open files, and the base stays readable without the adapter.
+    # A shallow copy shares the open files, and leaves the base readable without the adapter.
     merged = copy.copy(model)
     merged.adapter = adapter, choose_dtype
     return merged, adapter
@@ -38,23 +38,23 @@ def merge_import(
     Args:
         base: the checkpoint.
         directory: directory of the adapter.
-        dtype: dtype that all tensors are converted to, from the sums in float32; None rounds each sum to the
-            dtype of its tensor.
+        dtype: dtype to which all tensors will be converted; None keeps each tensor's dtype.
 
     Raises:
-        ConversionError: the adapter is damaged or does not fit.
+        ConversionError: the adapter is damaged or does not match the model.
     """
-    # Merge in float32 if another dtype follows: rounding to the stored dtype first would round twice.
+    # If another dtype follows, keep the merged sum in float32. Otherwise it would be rounded twice.
     return _merged(base, directory, lambda _, stored: stored if dtype is None else torch.float32)
 
 
 def merge_export(
     checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.dtype | None
 ) -> tuple[MegatronCheckpoint, LoraAdapter]:
-    """Return a ``torch_dist`` checkpoint with an adapter merged in, and the adapter. A tensor that an import
-    widened is rounded to its original dtype."""
+    """Return a ``torch_dist`` checkpoint with an adapter merged in, and the adapter. Without a requested
+    ``dtype``, a tensor that was widened when it was imported is rounded to its original dtype."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
+        # Merge in float32 if a dtype is requested, so that values are rounded only once.
         return checkpoint.dtype_before(name, stored) if dtype is None else torch.float32
 
     model, adapter = _merged(checkpoint.model, directory, choose)
@@ -62,12 +62,13 @@ def merge_export(
 
 
 def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
-    """Return an opened checkpoint with an adapter merged in, for comparison with ``other``, whose dtypes the
-    sums are rounded to. The base's manifest is dropped, because it no longer applies."""
+    """Return an opened checkpoint with an adapter merged in, to be compared with ``other``. Merged tensors
+    are rounded to the dtypes of ``other``. The result has no manifest, because the base's does not apply."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         if other is None:
             return stored
+        # Use the dtype that the other checkpoint was rounded to; otherwise every merged tensor would differ.
         tensor = other.tensors.get(name)
         return stored if tensor is None else other.dtype(tensor)
 
@@ -80,8 +81,7 @@ def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
 
 
 def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
-    """Compare the base model's weights that an adapter stores (PEFT saves embeddings in this way) with those
-    of ``base``.
+    """Check that base weights stored in an adapter (PEFT does this for embeddings) equal those of ``base``.
 
     Raises:
         ConversionError: the weights differ.
@@ -90,7 +90,7 @@ def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
     for name, stored in adapter.base.items():
         for start, stop in row_ranges(tensors[name].shape, base.dtype(tensors[name]).itemsize):
             own = adapter.source.read(stored, ((start, stop), (0, tensors[name].shape[1])))
-            # Widen both exactly to float32, so that their stored dtypes may differ.
+            # Widening to float32 is exact, so the stored dtypes may differ.
             if not torch.equal(base.read(tensors[name], start, stop).float(), own.float()):
                 raise ConversionError(
                     f"{name} of this model differs from that of the base model in {adapter.directory}",

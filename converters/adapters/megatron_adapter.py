@@ -1,9 +1,9 @@
-"""The adapters of a ``torch_dist`` checkpoint, presented as PEFT would store them.
+"""Read the adapters of a ``torch_dist`` checkpoint with PEFT's names and shapes.
 
-Three formats are known. Megatron-Bridge's LoRA has one adapter for a fused layer: PEFT's factors ``lora_A``
-of query, key and value are then the same matrix, and their ``lora_B`` are rows of one matrix.
-Megatron-Bridge's CanonicalLoRA has one adapter for each part, like PEFT. The third format is written here
-(``converters.adapters.to_megatron``): like LoRA, but each part has its own block of ranks.
+There are three formats. Megatron-Bridge's LoRA has one adapter per fused layer: query, key and value share
+``lora_A``, and their ``lora_B`` are rows of one matrix. Its CanonicalLoRA has an adapter for each part, like
+PEFT. The third format is written by ``converters.adapters.to_megatron``: like LoRA, but each part has its own
+range of ranks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ PEFT_PREFIX = "base_model.model."
 _SIDES = ("linear_in", "linear_out")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.")
 PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
-"""Names that Megatron-Bridge's CanonicalLoRA gives to the adapters of the parts of a fused layer."""
+"""Kind of fused layer -> names of its parts' adapters in Megatron-Bridge's CanonicalLoRA."""
 
 
 def linears(architecture: Architecture, *, of_experts: bool = False) -> list[Rule]:
-    """Return the rules of linear weights that may have an adapter, which are those inside layers.
+    """Return the rules of linear weights in transformer layers, which may have an adapter.
 
     Args:
         architecture: architecture of the model.
-        of_experts: True returns only the weights of routed experts, False only the others. Megatron-Bridge
-            keeps one adapter for all experts of a rank, PEFT one for each expert.
+        of_experts: return only weights of routed experts; False returns only the others. Megatron-Bridge has
+            one adapter for all experts of a rank, PEFT one per expert.
     """
     return [
         rule
@@ -60,22 +60,21 @@ def linears(architecture: Architecture, *, of_experts: bool = False) -> list[Rul
 
 
 def peft_name(part: HuggingFaceTensor, factor: str) -> str:
-    """Return PEFT's name of the factor ``lora_A`` or ``lora_B`` of a tensor's adapter."""
+    """Return PEFT's name for a factor (``lora_A`` or ``lora_B``) of a tensor's adapter."""
     return f"{PEFT_PREFIX}{part.name.removesuffix('.weight')}.{factor}.weight"
 
 
 def stored_factor(
     rule: Rule, architecture: Architecture, side: str, part: int | None = None, *, stacked: bool
 ) -> StoredPlace:
-    """Return the location of an adapter's factor in a checkpoint.
+    """Return the location of a factor in a ``torch_dist`` checkpoint.
 
     Args:
         rule: rule of the linear layer's weight.
         architecture: architecture of the model.
         side: ``linear_in`` or ``linear_out``.
-        part: index of the part of a fused layer that the adapter belongs to; None for an adapter of the whole
-            layer.
-        stacked: whether layers are stacked.
+        part: index of the part of a fused layer, if parts have their own adapters; None for the whole layer.
+        stacked: layers are stacked along a leading dimension.
     """
     place = stored_place(rule, architecture, stacked=stacked)
     of_part = "" if part is None else f"{PARTS[rule.kind][part]}."
@@ -85,13 +84,13 @@ def stored_factor(
 
 
 def parts_of(rule: Rule) -> range:
-    """Return the indices of the parts that may have separate adapters; empty for a layer that is not
-    fused."""
+    """Return the indices of the parts of a fused layer, which may have their own adapters; empty for other
+    layers."""
     return range(len(PARTS.get(rule.kind, ())))
 
 
 Block = tuple[int, int]
-"""Range of ranks (start, stop) of a part in the adapter of its layer."""
+"""Range of ranks (start, stop) that a part uses in the adapter of its fused layer."""
 FORM_NOTE, SHARED, BLOCKS = "adapter_form", "shared", "blocks"
 _CHANGED = (
     "import the adapter again; or remove the manifest if it was trained further: its adapters are "
@@ -100,12 +99,17 @@ _CHANGED = (
 
 
 def block(part: int, rank: int, form: str) -> Block:
-    """Return the range of ranks of a part."""
+    """Return the range of ranks that a part uses: all in the shared format, else its own block."""
     return (0, rank) if form == SHARED else (part * rank, (part + 1) * rank)
 
 
 def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: int) -> dict[str, Block]:
-    """Return the range of ranks of each part that has an adapter, by the name of its Hugging Face tensor.
+    """Return Hugging Face tensor name -> range of ranks, for each part with an adapter.
+
+    Args:
+        manifest: manifest of the checkpoint.
+        rules: rules of the layers with adapters.
+        stored_rank: rank of the stored adapters.
 
     Raises:
         ConversionError: the manifest is not one of adapters, or its ranks do not match the stored ones.
@@ -140,8 +144,8 @@ def require_as_written(
 
     Args:
         adapter: the checkpoint.
-        manifest, path: the manifest and its path.
-        between: values that have to be zero, by key.
+        manifest, path: the manifest and its file.
+        between: (key, values that must be zero).
 
     Raises:
         ConversionError: the checkpoint was changed.
@@ -165,24 +169,24 @@ _KNOWN = ("LoRA", "CanonicalLoRA")
 def said_of(
     directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture
 ) -> tuple[Path, Mapping[str, Any], Any]:
-    """Find the file that gives the type and scale of a checkpoint's adapters.
+    """Find the file that records the type and scale of a checkpoint's adapters.
 
     Args:
         directory: directory of the checkpoint.
-        kept: PEFT config that a conversion kept; None if no conversion wrote the checkpoint.
-        rank: rank of every stored adapter.
+        kept: PEFT config that a conversion has stored; None if the checkpoint comes from a trainer.
+        rank: rank of the stored adapters.
         names: PEFT's names of the factors.
         architecture: architecture of the base model.
 
     Returns:
-        The file, PEFT's config, and the tensor-parallel size with which the adapters were saved, as the file
-        gives it.
+        The file, the adapter's config in PEFT's format, and the tensor-parallel size with which the adapters
+            were saved.
 
     Raises:
-        ConversionError: no file gives the scale, or the file has another rank or an unknown kind of adapter.
+        ConversionError: no file records the scale, or it records another rank or an unknown type.
     """
     if kept is not None:
-        # A conversion stores factors that were never sharded, hence the tensor-parallel size 1.
+        # A conversion writes unsharded factors, hence tensor-parallel size 1.
         return kept, read_json_object(kept, (f"{kept} does not exist", "import the adapter again")), 1
     path = find_run_config(directory)
     if path is None:
@@ -212,12 +216,12 @@ def said_of(
 def _made_config(
     section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture
 ) -> dict[str, Any]:
-    """Return PEFT's config for adapters that Megatron-Bridge trained."""
+    """Return a PEFT config for adapters that Megatron-Bridge trained."""
     return {
         "base_model_name_or_path": model.get("hf_model_id"),
         "bias": "none",
         "fan_in_fan_out": False,
-        # PEFT saves every adapter as an adapter for inference, whatever trained it.
+        # PEFT sets this in every adapter that it saves.
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": section.get("alpha"),
@@ -233,21 +237,21 @@ def _made_config(
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
-    """Return modules as PEFT's config lists them: by the last part of the name if every module with that
-    ending has an adapter, otherwise by the whole name."""
+    """Return ``target_modules`` for PEFT's config: the last part of a name if all modules with that last part
+    have an adapter, else the full name."""
     modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
     others = {tensor.name.removesuffix(".weight") for tensor in hf_tensors(architecture)} - modules
     targets = set()
     for module in modules:
         end = module.rpartition(".")[2]
+        # Use the short name only if it matches no module without an adapter.
         targets.add(module if any(other.endswith(f".{end}") for other in others) else end)
     return sorted(targets)
 
 
-# Megatron-Core adds ``_w`` and ``_v``, for gate and up, when it saves the halves of a SwiGLU layer
-# separately.
+# When Megatron-Core saves the gate and up halves of a SwiGLU layer separately, it appends ``_w`` and ``_v``.
 _ADAPTER = re.compile(r"(.+)\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight(?:_[wv])?")
-# Such a key has no layer number: layers are stacked along a leading dimension.
+# A key without a layer number: layers are stacked along a leading dimension.
 _STACKED = re.compile(r"decoder\.layers\.[a-z]")
 _FIX = (
     "use the config of the model that was trained (--hf-config DIRECTORY); adapters of Megatron-Bridge's "
@@ -257,8 +261,7 @@ _FIX = (
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """A factor as PEFT would store it: consecutive runs of rows of a stored tensor, and a range of its
-    columns."""
+    """A factor in PEFT's form: consecutive runs of rows of a stored tensor, and a range of its columns."""
 
     place: StoredPlace
     runs: tuple[tuple[int, int], ...]
@@ -270,29 +273,28 @@ class _Factor:
 
 
 class MegatronAdapter:
-    """The adapters of a checkpoint, as an ``AdapterSource``.
+    """The adapters of a ``torch_dist`` checkpoint, as an ``AdapterSource``.
 
     Args:
-        directory: the checkpoint, or the directory in which a trainer keeps it.
+        directory: the checkpoint, or a trainer's directory that contains it.
         architecture: architecture of the base model.
 
     Raises:
-        ConversionError: there are no adapters, nothing gives their scale, or some do not fit the model or
+        ConversionError: there are no adapters, their scale is not recorded, or some do not match the model or
             have no PEFT equivalent.
 
     Attributes:
-        rank: rank of every stored adapter.
+        rank: rank of the stored adapters.
         family: family of the base model.
-        has_experts: whether the base model is a mixture of experts.
-        left_out: keys of the base model that are stored next to the adapters.
-        origin: file that gives the scale.
+        has_experts: the base model is a mixture-of-experts model.
+        left_out: keys of base weights that are stored with the adapters.
+        origin: file that records the scale.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = find_checkpoint(directory)
         checkpoint = TorchDistCheckpoint(self.directory)
-        # Exclude optimizer state, which has the parameters' keys after a prefix and is not part of the
-        # adapter.
+        # Optimizer state has the same keys after a prefix, but is not part of the adapter.
         found = {key for key in checkpoint if _ADAPTER.fullmatch(key) and not is_of_optimizer(key)}
         if not found:
             raise ConversionError(
@@ -345,7 +347,7 @@ class MegatronAdapter:
                 "rows, and the checkpoint does not record which release wrote it",
                 "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
             )
-        # Do this check last, because it reads every value.
+        # Last, because it reads every value.
         if manifest is not None and blocks is not None:
             require_as_written(self, manifest, self.directory / MANIFEST_FILE, self._between(rules, blocks))
 
@@ -369,7 +371,7 @@ class MegatronAdapter:
         """See ``AdapterSource``."""
         factor = self._factors[name]
         (first, last), (left, right) = whole(factor.shape) if box is None else box
-        # This empty piece gives an empty box its width and dtype, because torch.cat refuses an empty list.
+        # torch.cat rejects an empty list, so begin with an empty tensor of the right width and dtype.
         pieces, position = [torch.empty(0, right - left, dtype=self.dtype(name))], 0
         for start, stop in factor.runs:
             low, high = max(first, position), min(last, position + stop - start)
@@ -411,18 +413,19 @@ class MegatronAdapter:
         return next(iter(ranks.values()))
 
     def _add(self, rule: Rule, blocks: dict[str, Block] | None) -> Iterator[str]:
-        """Add the factors of a layer, and yield the problems with them."""
+        """Add the factors of a layer, and yield the problems found."""
         found = [
             part
             for part in (None, *parts_of(rule))
             if any(self._has(self._place(rule, side, part)) for side in _SIDES)
         ]
+        # None stands for one adapter on the whole fused layer.
         if found[:1] == [None] and len(found) > 1:
             module = self._place(rule, "linear_in").key.partition(".adapter.")[0]
             yield f"{module}: has an adapter for the whole layer and others for its parts"
             return
         columns, runs = rule.parts[0].shape[1], runs_of(rule, self._architecture.head_dim, 0)
-        # In the order of the part's rows: a gated attention stores the queries of a group before its gates.
+        # Sort by the rows of the part: gated attention stores a group's queries before its gates.
         runs = tuple(sorted(runs, key=lambda run: run.start))
         for part in found:
             down, up = (self._place(rule, side, part) for side in _SIDES)
@@ -495,8 +498,8 @@ class MegatronAdapter:
         return tuple(others)
 
     def _between(self, rules: list[Rule], blocks: dict[str, Block]) -> Iterator[tuple[str, Tensor]]:
-        """Yield key and values that have to be zero in a checkpoint of blocks: a part's rows in the ranks of
-        other parts."""
+        """Yield (key, values that must be zero): in the blocks format, a part's rows in the ranks of other
+        parts."""
         for rule in rules:
             up = self._place(rule, "linear_out")
             if not self._has(up):

@@ -1,4 +1,4 @@
-"""PEFT's format of an adapter: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Read a PEFT adapter: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class PeftDirectory(SafetensorsFile):
-    """An adapter's directory as PEFT saves it, which is an ``AdapterSource``.
+    """An adapter directory in PEFT's format, as an ``AdapterSource``.
 
     Args:
         directory: the directory.
 
     Raises:
-        ConversionError: there is no adapter, or it is damaged or not a plain LoRA.
+        ConversionError: there is no adapter, or it is damaged or not plain LoRA.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -36,15 +36,15 @@ class PeftDirectory(SafetensorsFile):
         self.config: LoraConfig = read_lora_config(path, self.raw_config)
 
     def name_as(self, names: Iterable[str]) -> None:
-        """Rename the adapter's tensors to match the model's tensor names. An adapter has the names of the
-        class that it was trained with, and ``AutoModelForCausalLM`` names the text model ``model.`` where a
-        published vision-language model names it ``model.language_model.``."""
+        """Rename the adapter's tensors to the model's names. An adapter has the names of the class with which
+        it was trained: ``AutoModelForCausalLM`` names the text model ``model.``, while published
+        vision-language models name it ``model.language_model.``."""
         is_nested = any(name.startswith(NESTED_PREFIX) for name in names)
         theirs, ours = (_TEXT_PREFIX, NESTED_PREFIX) if is_nested else (NESTED_PREFIX, _TEXT_PREFIX)
 
         def renamed(name: str) -> str:
-            # The vision tower has the same name in both classes, and a nested name begins like a plain name
-            # of the text model.
+            # The vision tower has the same names in both classes. A nested name also begins like a plain one,
+            # so it must not be renamed again.
             if not name.startswith(theirs) or (is_nested and name.startswith((HF_PREFIX, ours))):
                 return name
             return ours + name.removeprefix(theirs)
@@ -62,8 +62,8 @@ class PeftDirectory(SafetensorsFile):
             target_parameters=frozenset(map(renamed, listed.target_parameters)),
             saved_modules=frozenset(map(renamed, listed.saved_modules)),
             token_indices={renamed(name): rows for name, rows in listed.token_indices.items()},
-            # Patterns of ranks and scales are regular expressions, which are matched with the names used in
-            # training.
+            # Rank and alpha patterns are regular expressions for the names used in training, so they cannot
+            # be renamed.
             beginnings=(ours, theirs),
         )
 
@@ -73,7 +73,7 @@ class PeftDirectory(SafetensorsFile):
 
 
 def is_peft_directory(directory: Path) -> bool:
-    """Return whether a directory holds at least one file of a PEFT adapter."""
+    """Return whether a directory contains at least one file of a PEFT adapter."""
     return directory.is_dir() and any(
         map(Path.is_file, (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*")))
     )
@@ -85,7 +85,7 @@ def _weights_of(directory: Path) -> Path:
             f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}"
         )
     if not (directory / WEIGHTS_FILE).is_file():
-        # A trainer saves the adapters of its steps in directories inside that of the last one.
+        # Trainers save the adapters of single steps in subdirectories; suggest these.
         places = (*sorted(directory.glob("adapter_model*")), *sorted(directory.glob(f"*/{WEIGHTS_FILE}")))
         only = f", only {places[0].relative_to(directory)}" if places else ""
         raise ConversionError(

@@ -1,5 +1,5 @@
-"""Tensors that a PEFT adapter stores next to its factors and that replace the base model's: modules that were
-trained as a whole (``modules_to_save``), and rows of single tokens (``trainable_token_indices``)."""
+"""Tensors of a PEFT adapter that replace base weights: modules trained in full (``modules_to_save``) and
+single token rows (``trainable_token_indices``)."""
 
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Rows that replace those of a tensor of the base model.
+    """Rows of the adapter that replace rows of a base tensor.
 
     Attributes:
         stored: name of the adapter's tensor.
-        tokens: indices of the rows that the tensor holds, in its order; None if it holds all rows.
+        tokens: row of the base tensor for each row of the adapter's tensor; None if it contains all rows.
     """
 
     stored: str
     tokens: tuple[int, ...] | None = None
 
     def put(self, source: AdapterSource, rows: Tensor, start: int) -> None:
-        """Overwrite ``rows``, which are the base's rows from row ``start`` on, with those of the adapter."""
+        """Overwrite ``rows``, which are the base's rows from index ``start`` on."""
         whole = tuple((0, size) for size in source.shape(self.stored)[1:])
         if self.tokens is None:
             rows.copy_(source.read(self.stored, ((start, start + rows.shape[0]), *whole)))
             return
         for place, token in enumerate(self.tokens):
+            # ``rows`` is a range of the tensor's rows, beginning with row ``start``.
             if start <= token < start + rows.shape[0]:
                 rows[token - start].copy_(source.read(self.stored, ((place, place + 1), *whole))[0])
 
 
 class Replacements:
-    """Replacements of an adapter, by the name of the Hugging Face tensor.
+    """Base weights that an adapter replaces, as a whole (``modules_to_save``) or in single rows
+    (``trainable_token_indices``).
 
     Args:
         source: the adapter.
-        tensors: tensors of the base model, by name.
-        tied: whether the base model's output layer is its embedding.
+        tensors: name -> tensor of the base model.
+        tied: the base model ties its output layer to the embedding.
 
     Attributes:
-        found: replacements by the name of the Hugging Face tensor.
-        names: names of the adapter's tensors that were recognised, valid or not.
-        problems: problems with those tensors.
+        found: Hugging Face tensor name -> replacement.
+        names: adapter tensors that were recognised as replacements, valid or not.
+        problems: error messages about these tensors.
     """
 
     def __init__(self, source: AdapterSource, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> None:
@@ -87,20 +89,21 @@ class Replacements:
             self.problems += self._tie()
 
     def _is_saved(self, name: str) -> bool:
-        """Return whether modules_to_save lists the module of a tensor, or an enclosing module. PEFT matches
-        the ends of names regardless of dots, so ``norm`` also matches every ``input_layernorm``."""
+        """Return whether modules_to_save lists a tensor's module or an enclosing one. PEFT compares the ends
+        of names without regard to dots, so ``norm`` also matches ``input_layernorm``."""
         parts = name.split(".")[:-1]
         saved = tuple(self._config.saved_modules)
         return any(".".join(parts[:end]).endswith(saved) for end in range(1, len(parts) + 1))
 
     def _is_of_saved(self, name: str, tied: bool) -> bool:
-        """Return whether a tensor is of a saved module. PEFT saves the output layer of a tied model under its
-        own name, which the base checkpoint does not have; with ensure_weight_tying also if only the embedding
-        is listed."""
+        """Return whether a tensor belongs to a saved module. PEFT saves the output layer of a tied model
+        too, although the base checkpoint lacks it; with ensure_weight_tying even if only the embedding is
+        listed."""
         return self._is_saved(name) or (tied and name == _HEAD and self._is_saved(self._embedding))
 
     def _add(self, stored: str, name: str, tokens: tuple[int, ...] | None) -> None:
         self.names.add(stored)
+        # A tied model has no output layer of its own.
         base = self._tensors.get(self._embedding if name == _HEAD and name not in self._tensors else name)
         faults = list(self._faults(stored, name, base, tokens))
         self.problems += faults
@@ -129,12 +132,11 @@ class Replacements:
             )
 
     def _tie(self) -> Iterator[str]:
-        """Drop the output layer of a tied model if it equals the embedding; otherwise yield the problem that
-        they differ."""
-        # Drop the output layer in any case: a tied model has no separate one to change.
+        """Drop the output layer of a tied model. Yield a problem if it differs from the embedding."""
+        # A tied model has no separate output layer that could be changed.
         embedding, head = self.found.get(self._embedding), self.found.pop(_HEAD, None)
         if embedding is not None and embedding.tokens is not None and head is None:
-            return  # PEFT trains the token rows of a tied embedding on both sides.
+            return  # PEFT uses the trained token rows of a tied embedding for the output layer too.
         if embedding is None and head is None:
             return
         both = embedding is not None and head is not None

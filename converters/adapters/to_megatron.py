@@ -1,5 +1,5 @@
-"""Conversion of a PEFT adapter to a ``torch_dist`` checkpoint of adapters, in the format of
-``converters.adapters.megatron_adapter``."""
+"""Convert a PEFT adapter to a ``torch_dist`` checkpoint of adapters (format: see
+``converters.adapters.megatron_adapter``)."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ _FIX = "merge it instead (import --lora), or train only adapters of linear layer
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """Plan of the adapters to write.
+    """Plan of an adapter conversion.
 
     Attributes:
-        adapter: the source.
-        architecture, config: architecture and config of the base model.
-        rules: rules of the linear layers that have an adapter.
-        stacked: whether layers are stacked.
+        adapter: adapter to convert.
+        architecture, config: architecture and ``config.json`` of the base model.
+        rules: rules of the linear layers with an adapter.
+        stacked: store layers stacked along a leading dimension.
         rank: rank of PEFT's adapters.
-        scaling: factor on the product of each adapter.
-        form: ``blocks`` or ``shared``.
+        scaling: factor on the product of the factors.
+        form: ``shared`` if the parts of every fused layer have the same ``lora_A``, else ``blocks``.
     """
 
     adapter: LoraAdapter
@@ -75,12 +75,12 @@ class AdapterPlan:
 
     @property
     def stored_rank(self) -> int:
-        """Rank with which every adapter is stored in the checkpoint."""
+        """Rank of each stored adapter; in the ``blocks`` format, the ranks of all parts together."""
         return self.rank * (1 if self.form == SHARED else max(len(rule.parts) for rule in self.rules))
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes about the conversion: format, rank, alpha and layout of the layers."""
+        """Format, rank, alpha and layout of the layers, for the manifest."""
         layers = "stacked" if self.stacked else "apart"
         # Megatron-Bridge divides alpha by the stored rank, so alpha has to grow with the number of blocks.
         alpha = self.scaling * self.stored_rank
@@ -93,16 +93,16 @@ class AdapterPlan:
 
 
 def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] = ()) -> AdapterPlan:
-    """Plan the conversion of an adapter.
+    """Check an adapter and plan its conversion.
 
     Args:
-        directory: PEFT's directory.
+        directory: PEFT directory.
         hf_directory: directory with the ``config.json`` of the base model.
-        ignored: keys of that ``config.json`` that are known to be harmless.
+        ignored: keys of that ``config.json`` to ignore.
 
     Raises:
-        ConversionError: the adapter is damaged, does not fit the model, or has no exact equivalent in
-            Megatron.
+        ConversionError: the adapter is damaged, does not match the model, or has no exact Megatron
+            equivalent.
     """
     config = read_config(hf_directory)
     architecture = read_architecture(config, ignored)
@@ -132,15 +132,15 @@ def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] =
 
 
 def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Write the checkpoint. Only the factors of one layer are in memory at a time.
+    """Write an adapter as a ``torch_dist`` checkpoint, with the factors of one layer in memory at a time.
 
     Args:
-        plan: plan from ``plan_adapter``.
-        target: directory to write.
-        overwrite: whether to replace an existing checkpoint.
+        plan: result of ``plan_adapter``.
+        target: directory to create.
+        overwrite: replace an existing checkpoint.
 
     Returns:
-        Number of tensors and bytes, as ``tensors`` and ``bytes``.
+        ``tensors``: number of tensors; ``bytes``: their size.
 
     Raises:
         ConversionError: the target cannot be written.
@@ -178,8 +178,8 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
         beside = staging.directory / HF_DIRECTORY
         beside.mkdir(exist_ok=True)
         (beside / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
-        # Copy the adapter's config unchanged: the scale is read from it, and the conversion back to PEFT
-        # copies it.
+        # Copy the adapter's config unchanged: reading the checkpoint takes the scale from it, and a
+        # conversion back to PEFT returns it.
         shutil.copyfile(plan.adapter.directory / ADAPTER_CONFIG, beside / ADAPTER_CONFIG)
         _manifest(plan, hashes.digests()).write(staging.directory)
         staging.finish()
@@ -187,14 +187,14 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
 
 
 def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
-    """Yield the parts of an adapter that have no exact equivalent in Megatron, where only linear layers have
+    """Yield the parts of an adapter without an exact Megatron equivalent. In Megatron only linear layers have
     adapters, all experts share one, and all adapters have the same rank and scale."""
     for name in adapter.replaced:
         yield (
             f"{name}: saved in full (modules_to_save, trainable_token_indices), which adapters in "
             "Megatron cannot hold"
         )
-    # The config is kept as it is, and read with the names of the model, which may be those of another class.
+    # The config is stored unchanged, so its patterns must select the same modules under the model's names.
     kept = read_lora_config(adapter.directory / ADAPTER_CONFIG, adapter.source.raw_config)
     kinds: dict[str, set[Any]] = {"rank": set(), "scaling": set(), "dtype": set()}
     for name, factors in adapter.factors.items():
@@ -217,11 +217,11 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
 
 
 def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
-    """Return whether all parts of a layer have adapters with the same A."""
+    """Return whether all parts of a fused layer have adapters with the same ``lora_A``."""
     first, *others = (adapter.factors.get(part.name) for part in rule.parts)
     if first is None or None in others:
         return False
-    # Compare bits rather than values: a NaN then equals itself, and -0 differs from 0.
+    # Compare bits: a NaN then equals itself, and -0 differs from 0.
     expected = bytes_of(adapter.source.read(first.down))
     return all(bytes_of(adapter.source.read(other.down)) == expected for other in others if other is not None)
 
@@ -237,12 +237,11 @@ def _may_stack(rules: Sequence[Rule], architecture: Architecture) -> bool:
 
 
 def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tuple[StoredPlace, Tensor]]:
-    """Yield both factors of a layer with their locations, and add the tensors that they are built from to the
-    hashes."""
+    """Yield the location and values of both factors of a layer, and hash the adapter's tensors on the way."""
     source, found = plan.adapter.source, [plan.adapter.factors.get(part.name) for part in rule.parts]
     dtype = source.dtype(next(one.down for one in found if one is not None))
-    # Fill with zeros the ranks of other parts, and parts without an adapter, so that each part gets only its
-    # own product.
+    # The ranks of other parts, and parts without an adapter, are zero, so that each part gets only its own
+    # product.
     down = torch.zeros(plan.stored_rank, rule.parts[0].shape[1], dtype=dtype)
     up = torch.zeros(rule.rows, plan.stored_rank, dtype=dtype)
 

@@ -1,2 +1,2 @@
-"""Files of stored checkpoints: tensors read by slices, directories written atomically, manifests, dtypes,
-quantised formats."""
+"""Files of checkpoints: read slices of tensors, write directories atomically, manifests, dtypes, quantised
+formats."""

@@ -1,5 +1,5 @@
-"""Files of a model next to its weights: config, generation config, tokenizer, chat template, code, licence.
-They are copied and never run."""
+"""Handle the files next to a model's weights: config, generation config, tokenizer, chat template, code,
+licence. They are copied and never executed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from converters.files.reading import read_json_object, require_regular, special_
 HF_DIRECTORY = "huggingface"
 """Directory of these files in a Megatron checkpoint."""
 TEMPLATES_DIRECTORY = "additional_chat_templates"
-"""Directory in which transformers keeps the chat templates of a model with several."""
+"""Directory in which transformers stores additional chat templates."""
 _SPEAKING = re.compile(
     r"(generation_|tokenizer_|special_tokens_|added_)?(config|map|tokens)\.json|(tokenizer|vocab)[^/]*"
     r"|merges\.txt|chat_template[^/]*|"
     rf"[^/]*\.(model|jinja|tiktoken)|{TEMPLATES_DIRECTORY}/.*"
 )
-# The code of a tokenizer that transformers does not have is beside it.
+# A custom tokenizer's code is stored next to it.
 _TOKENIZER = re.compile(
     r"(tokenizer_config|special_tokens_map|added_tokens|tekken)\.json|(tokenizer|vocab)[^/]*(?<!\.py)"
     r"|merges\.txt|chat_template[^/]*|tokenization[^/]*\.py|[^/]*\.(model|jinja|tiktoken)"
@@ -49,18 +49,18 @@ _WEIGHTS = {
 }
 
 
-# Larger files are weights in a form that no name above tells, of ONNX, Rust or an archive. Every save copies
-# what is smaller.
+# Larger files are weights in formats that are not recognised by name (ONNX, Rust, archives); smaller files
+# are copied.
 _LARGEST = 2**26
 
 
 def artifacts(directory: Path) -> list[Path]:
-    """Return the files next to the weights of a Hugging Face directory, sorted. Hidden files are left out,
-    and so are subdirectories, except for further chat templates.
+    """Return the files next to the weights of a Hugging Face directory, sorted. Hidden files and
+    subdirectories are skipped, except additional chat templates.
 
     Raises:
-        ConversionError: a link leads out of the directory or to nothing; links of the hub's cache may lead to
-            its ``blobs``.
+        ConversionError: a symlink leads out of the directory or is dangling. Symlinks of the hub's cache may
+            lead to its ``blobs``.
     """
     found, problems = [], []
     for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:
@@ -69,6 +69,7 @@ def artifacts(directory: Path) -> list[Path]:
         )
         if weights or path.name.startswith(".") or path.name == MANIFEST_FILE or path.is_dir():
             continue
+        # A link out of the directory could copy any file of this machine into the checkpoint.
         if path.is_symlink() and not _stays(path, directory):
             problems.append(f"{path.relative_to(directory)} leads to {os.readlink(path)}")
         elif path.is_file():
@@ -86,9 +87,9 @@ def artifacts(directory: Path) -> list[Path]:
 
 
 def _stays(path: Path, directory: Path) -> bool:
-    """Return whether a link leads to an allowed file: inside the directory, in the ``blobs`` of the hub's
-    cache, or next to the weight files that the directory's own links lead to. The last case allows a
-    directory of links to another directory."""
+    """Return whether a symlink leads to an allowed file: inside the directory, in the ``blobs`` of the hub's
+    cache, or next to the weights that the directory's own symlinks lead to (for a directory of symlinks to
+    another one)."""
     inside = [directory.resolve()]
     # In the hub's cache, files in snapshots/COMMIT/ are links to files in blobs/.
     if inside[0].parent.name == "snapshots":
@@ -99,10 +100,10 @@ def _stays(path: Path, directory: Path) -> bool:
 
 
 def _refuse_misplaced(path: Path) -> None:
-    """Refuse settings, tokenizers and templates whose content is of another kind. Other files, such as
-    pictures, may be git-lfs pointers."""
+    """Reject a settings, tokenizer or template file with unexpected content, such as a git-lfs pointer. Other
+    files, such as images, are not checked."""
     kind = misplaced_kind(path) if _SPEAKING.fullmatch(path.name) else None
-    # merges.txt may be empty, and a chat template may begin like a web page.
+    # ``merges.txt`` may be empty, and a chat template may look like a web page.
     if kind is not None and (
         path.suffix == ".json" or (kind[0] != "empty" and path.suffix != ".jinja") or "git-lfs" in kind[0]
     ):
@@ -110,8 +111,8 @@ def _refuse_misplaced(path: Path) -> None:
 
 
 def copy_artifacts(source: Path, target: Path) -> None:
-    """Copy the files next to the weights byte for byte, but none above 64 MiB that no tokenizer reads. Errors
-    are those of ``artifacts``."""
+    """Copy the files next to the weights unchanged. Files above 64 MiB are skipped unless they belong to the
+    tokenizer. Errors as in ``artifacts``."""
     target.mkdir(exist_ok=True)
     for path in artifacts(source):
         if path.stat().st_size > _LARGEST and not speaks(path.name):
@@ -123,14 +124,16 @@ def copy_artifacts(source: Path, target: Path) -> None:
 
 
 def replace_tokenizer(directory: Path, source: Path | None = None) -> None:
-    """Remove the files of a directory's tokenizer, of which others would read any that stays, and copy those
-    of ``source`` byte for byte."""
+    """Replace the tokenizer files of a directory by those of ``source``. All old ones are deleted, because a
+    loader may prefer any that is left."""
     for path in _tokenizer_files(directory):
         path.unlink()
     if source is None:
         return
+    # A tokenizer of a custom class needs its code files.
     for path in (*_tokenizer_files(source), *source.glob("*.py")):
         place = directory / path.relative_to(source)
+        # An existing code file may belong to the model, so keep it.
         if not place.exists():
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, place)
@@ -142,15 +145,16 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 
 def change_tokenizer(directory: Path, changes: Mapping[str, str], template: str | None) -> None:
-    """Set keys of ``tokenizer_config.json``, and the chat template unless it is None, where the directory has
-    it: older releases of transformers read it in this file alone."""
+    """Change keys of ``tokenizer_config.json`` and, unless it is None, the chat template. The template is
+    written to each file that has one, because older releases of transformers read it only from
+    ``tokenizer_config.json``."""
     path, content = directory / "tokenizer_config.json", dict(changes)
     config = read_json_object(path) if path.exists() else {}
     if template is not None:
         others = [*directory.glob("chat_template.*"), *(directory / TEMPLATES_DIRECTORY).glob("*.jinja")]
         for other in others:
             other.unlink()
-        # Mistral's own tokenizer, which vLLM prefers, has no chat template.
+        # vLLM prefers Mistral's own tokenizer, which has no chat template.
         if (directory / "tokenizer.json").exists():
             (directory / "tekken.json").unlink(missing_ok=True)
         if others:
@@ -162,8 +166,7 @@ def change_tokenizer(directory: Path, changes: Mapping[str, str], template: str 
 
 
 def file_hashes(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file next to the weights, by its path in the directory. Errors are those of
-    ``artifacts``."""
+    """Return relative path -> SHA-256 of the files next to the weights. Errors as in ``artifacts``."""
     hashes = {}
     for path in artifacts(directory):
         with path.open("rb") as file:
@@ -172,8 +175,8 @@ def file_hashes(directory: Path) -> dict[str, str]:
 
 
 def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str]:
-    """Return the files that have changed or disappeared since their hashes were recorded, by name, with a
-    description of the change."""
+    """Return file -> description of the change, for files that were changed or deleted since their hashes
+    were recorded."""
     found = file_hashes(directory)
     return {
         name: "was changed" if name in found else "is gone"
@@ -183,12 +186,12 @@ def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str
 
 
 def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, str]) -> None:
-    """Refuse files that differ from those that a conversion wrote.
+    """Check that the files next to the weights are still those that a conversion wrote.
 
     Args:
         directory: directory of the files.
-        source: directory of the checkpoint, which has the manifest.
-        recorded: recorded hashes (``ConversionManifest.files``); if there are none, nothing is refused.
+        source: directory of the checkpoint with the manifest.
+        recorded: ``ConversionManifest.files``; empty skips the check.
 
     Raises:
         ConversionError: lists the changed files.
@@ -203,16 +206,16 @@ def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, s
 
 
 def speaks(name: str) -> bool:
-    """Return whether a file of this name affects the input or output of a model: settings, tokenizer, chat
+    """Return whether a file of this name affects a model's input or output: settings, tokenizer, chat
     templates."""
     return _SPEAKING.fullmatch(name) is not None
 
 
 def config_hash(directory: Path) -> str:
-    """Return the SHA-256 of the bytes of ``config.json``.
+    """Return the SHA-256 of ``config.json``.
 
     Raises:
-        ConversionError: ``config.json`` is missing or cannot be read.
+        ConversionError: the file is missing or cannot be read.
     """
     path = directory / "config.json"
     try:
@@ -229,18 +232,18 @@ def config_hash(directory: Path) -> str:
 
 
 def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
-    """Refuse a ``config.json`` whose bytes differ from those that a conversion was planned with.
+    """Check that ``config.json`` is still the one with which a conversion was planned.
 
-    This does not raise a ``ChangedSourceError``, because the unfinished work can be used once the file is
+    The error is not a ``ChangedSourceError``, because the unfinished conversion can continue when the file is
     restored.
 
     Args:
-        directory: directory of the file: the source, or the copy's directory.
+        directory: directory whose file is checked.
         planned: ``config_hash`` of the source when the conversion was planned.
         source: source directory, for the message.
 
     Raises:
-        ConversionError: the file was changed meanwhile.
+        ConversionError: the file was changed.
     """
     found = config_hash(directory)
     if found != planned:
@@ -253,16 +256,15 @@ def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
 
 
 def _dtypes(section: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Return the section's keys of the dtype with a new value; older releases of transformers write
-    torch_dtype instead of dtype."""
+    """Return the dtype keys of a config section with a new value. Older releases of transformers use
+    ``torch_dtype``."""
     return {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in section}
 
 
 def write_config(
     directory: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Set the dtype of the weights and ``changes`` in ``config.json``. A config that has these values already
-    stays the same, byte for byte.
+    """Set the dtype and other keys of ``config.json``. The file is not rewritten if the values are unchanged.
 
     Raises:
         ConversionError: there is no ``config.json``.
@@ -272,7 +274,7 @@ def write_config(
     changes = {**changes, **(_dtypes(config, dtype) or {"dtype": dtype_name(dtype)})}
     text = config.get("text_config")
     if isinstance(text, dict):
-        # The text model of a multimodal one may be loaded alone, and then by its own section.
+        # The text part of a multimodal model may be loaded alone, from its own section.
         changes["text_config"] = text | _dtypes(text, dtype)
     changes = {key: value for key, value in changes.items() if key not in config or config[key] != value}
     if changes:
@@ -281,7 +283,7 @@ def write_config(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the parsed ``config.json``.
+    """Return the contents of ``config.json``.
 
     Raises:
         ConversionError: the file is missing or damaged.

@@ -1,6 +1,6 @@
-"""Boxes of tensors, read from files without memory mapping, so that memory use is only what was asked for.
+"""Read and write boxes of tensors in files. A box has a (start, stop) range for each dimension.
 
-A box is a range in every dimension of a tensor.
+Files are not memory-mapped, so only the requested bytes use memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from converters.errors import ConversionError
 
 Box = tuple[tuple[int, int], ...]
-# Shorter runs of bytes are read together with the bytes between them.
+# Runs of fewer bytes are not read one by one: whole rows are read, and the box is cut out in memory.
 _SHORT_RUN = 4096
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that covers a whole tensor."""
+    """Return the box that covers a tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -32,7 +32,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of a tensor, or None if it is empty."""
+    """Return the intersection of two boxes, or None if it is empty."""
     common = tuple(
         (max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(one, other, strict=True)
     )
@@ -57,20 +57,20 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 def read_box(
     descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[int], box: Box, what: str
 ) -> Tensor:
-    """Read a box of a tensor that is contiguous in a file.
+    """Read a box of a tensor that is stored contiguously in a file.
 
     Args:
-        descriptor: descriptor of the file, open for reading; its position is neither used nor moved.
-        offset: offset of the tensor's first byte.
+        descriptor: file descriptor; its position is not used.
+        offset: offset of the tensor in the file, in bytes.
         dtype, shape: dtype and shape of the tensor.
-        box: box inside the tensor.
-        what: name of the tensor in errors.
+        box: the box.
+        what: name of the tensor, for error messages.
 
     Returns:
-        A fresh contiguous CPU tensor.
+        A new contiguous CPU tensor.
 
     Raises:
-        ConversionError: the file ends too early, or cannot be read.
+        ConversionError: the file is too short or cannot be read.
     """
     out = torch.empty(shape_of(box), dtype=dtype)
     if out.numel() == 0:
@@ -84,6 +84,7 @@ def read_box(
     first, last = box[inner] if box else (0, 1)
     run = (last - first) * tail
     flat = bytes_of(out)
+    # Many short reads are slower than reading complete rows and selecting columns in memory.
     if run < _SHORT_RUN and run < len(flat) and inner > 0:
         rows = read_box(descriptor, offset, dtype, shape, (*box[:inner], *whole(shape[inner:])), what)
         return part(rows, (*whole(rows.shape[:inner]), *box[inner:])).contiguous()
@@ -93,17 +94,23 @@ def read_box(
         begin = (
             offset + sum(index * stride for index, stride in zip(place, strides, strict=True)) + first * tail
         )
-        # ``flat`` is a view of ``out``, so that the bytes are read in place.
+        # ``flat`` is a view of ``out``, so this reads in place.
         read_bytes(descriptor, begin, flat[position : position + run], what)
         position += run
     return out
 
 
 def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> None:
-    """Fill ``view`` with bytes from an offset of a file.
+    """Fill a buffer with bytes from a file.
+
+    Args:
+        descriptor: file descriptor.
+        offset: offset in the file.
+        view: buffer to fill.
+        what: name for error messages.
 
     Raises:
-        ConversionError: the file ends too early, or cannot be read.
+        ConversionError: the file is too short or cannot be read.
     """
     done = 0
     while done < len(view):
@@ -123,7 +130,7 @@ def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> Non
 
 
 def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
-    """Write a contiguous tensor at an offset of a file."""
+    """Write a contiguous tensor to a file at an offset."""
     view, done = bytes_of(data), 0
     while done < len(view):
         # One call may write less than it is given. On Linux it writes at most 2 GiB.
@@ -131,7 +138,7 @@ def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without copying them."""
+    """Return the bytes of a contiguous CPU tensor without copying."""
     # View the tensor as uint8, because numpy has no bfloat16.
     buffer: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(buffer)

@@ -1,8 +1,9 @@
-"""The manifest that a conversion writes into its directory: the source of the tensors, and the hash of each.
+"""The manifest ``conversion.json`` that a conversion writes: origin of the tensors, and a hash of each.
 
-The hashes cover Hugging Face tensors in the dtype that the manifest gives, so that either format can be
-checked against the other's manifest. A conversion compares the data that it reads with the manifest of its
-source. Unfinished work is resumed only if nothing that determines its bytes (the fingerprint) has changed.
+Hashes are of Hugging Face tensors in the recorded dtype, so a checkpoint in either format can be verified
+with the manifest of the other. A conversion also verifies its source against the source's manifest, and
+resumes unfinished work only if its fingerprint is unchanged, which covers everything that determines the
+output.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ MANIFEST_FILE = "conversion.json"
 TOOL = "megarl convert"
 FORMAT = 1
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-"""A SHA-256 digest in hexadecimal."""
+"""SHA-256 digest in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Dtype, shape and SHA-256 of the bytes (little endian, row-major) of one Hugging Face tensor."""
+    """Dtype, shape and SHA-256 of a Hugging Face tensor's bytes (little endian, row-major)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,20 +45,20 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class ConversionManifest:
-    """Record of a conversion's source and output.
+    """Source and output of a conversion.
 
     Attributes:
-        source: directory or hub id of the source, with its revision if it has one.
+        source: directory or hub id of the source, with its revision if known.
         family: ``model_type``.
-        tensors: records by Hugging Face name.
-        also_stored: names that the Hugging Face checkpoint stored although they repeat another tensor (the
-            output layer of a tied model), with the name of that tensor.
-        places: locations of tensors that the Hugging Face checkpoint stored under other names: name and shape
-            of the stored tensor, index and first row in it.
-        notes: further information for the user: changed dtypes, with the largest error.
-        missing: excused Hugging Face tensors that the source did not have.
-        left_out: excused names of the source that had no counterpart.
-        files: SHA-256 of each file next to the weights, by name; empty in manifests of the first releases.
+        tensors: Hugging Face tensor name -> record.
+        also_stored: copy -> original, for tensors that the Hugging Face checkpoint stores twice, such as the
+            output layer of a tied model.
+        places: tensor name -> its location (stored name and shape, index, first row), for tensors that are
+            stored under another name, such as in a stack of experts.
+        notes: further information for the user, such as changed dtypes and the largest error.
+        missing: excused tensors that the source did not have.
+        left_out: excused names of the source without a counterpart.
+        files: file next to the weights -> SHA-256; empty in manifests of the first releases.
     """
 
     source: str
@@ -72,13 +73,18 @@ class ConversionManifest:
 
     @property
     def excused(self) -> tuple[str, ...]:
-        """Patterns of the excused names, which need no counterpart."""
+        """Patterns of the excused names, for later checks."""
         # The names are later matched as patterns, so brackets in a name have to be escaped.
         return tuple(map(glob.escape, (*self.missing, *self.left_out)))
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype that a tensor had before an import widened it to ``stored`` to give a stack of
-        layers a single dtype; ``stored`` if it was not widened."""
+        """Return the dtype that a tensor had before an import widened it. An import widens tensors so that a
+        stack of layers has a single dtype.
+
+        Args:
+            name: Hugging Face tensor name.
+            stored: dtype in the checkpoint; returned if the tensor was not widened.
+        """
         record = self.tensors.get(name)
         before = stored if record is None else dtype_called(record.dtype)
         # If the recorded dtype does not fit into ``stored``, the tensor cannot have been widened to
@@ -86,7 +92,7 @@ class ConversionManifest:
         return before if torch.promote_types(before, stored) == stored else stored
 
     def write(self, directory: Path) -> None:
-        """Write the manifest into its file."""
+        """Write the manifest to its file in a directory."""
         content = {
             "format": FORMAT,
             "tool": TOOL,
@@ -108,31 +114,31 @@ NOT_FINITE_NOTE = "not_finite"
 
 
 def not_finite_note(names: Iterable[str]) -> dict[str, Any]:
-    """Return a note that names the tensors with NaN or infinity, which are converted unchanged; empty if
-    there are none."""
+    """Return a note that lists tensors with NaN or infinity, which are converted unchanged; empty if there
+    are none."""
     listed = sorted(names)
     shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
     return {NOT_FINITE_NOTE: f"NaN or infinity in {shown}"} if listed else {}
 
 
 def excused_notes(missing: tuple[str, ...], left_out: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the notes of a conversion about excused names; empty if there are none."""
+    """Return notes that list the excused names; empty if there are none."""
     return {key: list(names) for key, names in (("missing", missing), ("left_out", left_out)) if names}
 
 
 def tool_version() -> str:
-    """Return the version of the installed package, or ``unknown`` if the files are used without being
-    installed."""
+    """Return the version of the installed package; ``unknown`` if megarl is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("megarl-trainer")
     except PackageNotFoundError:
+        # A checkout on the import path need not be installed.
         return "unknown"
 
 
 def read_manifest(directory: Path) -> ConversionManifest | None:
-    """Read the manifest of a directory, or return None if there is none.
+    """Return the manifest in a directory, or None if there is none.
 
     Raises:
         ConversionError: the manifest is damaged, or has an unknown format.
@@ -166,12 +172,12 @@ _MANIFEST = TypeAdapter(ConversionManifest)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the prefix, such as ``bfloat16`` for ``torch.bfloat16``."""
+    """Return a dtype's name without the prefix: ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_called(name: str) -> torch.dtype:
-    """Return the dtype of that name; the inverse of ``dtype_name``.
+    """Return the dtype with a name; inverse of ``dtype_name``.
 
     Raises:
         ConversionError: torch has no such dtype.
@@ -183,11 +189,10 @@ def dtype_called(name: str) -> torch.dtype:
 
 
 class TensorHashes:
-    """Hashes of several tensors, computed over their rows in order. Rows that arrive early are held until it
-    is their turn.
+    """Incremental SHA-256 hashes of tensors. Rows may arrive out of order, and are then buffered.
 
     Attributes:
-        not_finite: names of the tensors in which a value was NaN or infinite.
+        not_finite: names of tensors with NaN or infinity.
     """
 
     def __init__(self, names: Mapping[str, Any] | list[str] | tuple[str, ...]) -> None:
@@ -197,18 +202,22 @@ class TensorHashes:
         self.not_finite: set[str] = set()
 
     def update(self, name: str, rows: Tensor, start: int | None = None) -> None:
-        """Add rows of a tensor to its hash: those from ``start`` on, or the next rows if ``start`` is
-        None."""
+        """Add rows of a tensor.
+
+        Args:
+            name: name of the tensor.
+            rows: the rows.
+            start: index of the first row; None for the next one.
+        """
         held = self._held[name]
-        # Buffer rows that arrive out of order: the hash is over rows in order, while a fused parameter is
-        # written in the order of its heads.
+        # A fused parameter is written in the order of its heads, but the hash needs the rows in order.
         held[self._taken[name] if start is None else start] = rows.contiguous()
         while self._taken[name] in held:
             turn = held.pop(self._taken[name])
             self._hashes[name].update(bytes_of(turn))
             self._taken[name] += len(turn)
-        # The minimum or the maximum is not finite if any value is not, and computing them needs no memory.
-        # 8-bit types have no kernel for this.
+        # If any value is not finite, the minimum or the maximum is not, and computing these needs no memory.
+        # There is no kernel for 8-bit types.
         if (
             rows.is_floating_point()
             and rows.itemsize > 1
@@ -218,22 +227,22 @@ class TensorHashes:
             self.not_finite.add(name)
 
     def digests(self) -> dict[str, str]:
-        """Return the hexadecimal digests by name."""
+        """Return name -> hexadecimal digest."""
         return {name: state.hexdigest() for name, state in self._hashes.items()}
 
 
 class HeldAgainst:
-    """Comparison of the data read from a source with the manifest of the source.
+    """Verifies the data that a conversion reads against the manifest of the source.
 
-    A tensor that is written in the manifest's dtype is hashed for the new manifest anyway. A tensor that is
-    written in another dtype is hashed a second time, in the manifest's dtype.
+    Tensors that are written in the dtype of that manifest are hashed for the new manifest anyway. Tensors
+    that are written in another dtype are hashed a second time, in the manifest's dtype.
 
     Args:
-        manifest: manifest of the source; None, if no conversion wrote the source, accepts any data.
-        directory: directory of the source, for errors.
-        dtypes: dtype in which each Hugging Face tensor is written.
-        other: names of tensors that are changed before they are written, such as those that an adapter is
-            merged into.
+        manifest: manifest of the source; None accepts any data.
+        directory: directory of the source, for error messages.
+        dtypes: Hugging Face tensor name -> dtype in which it is written.
+        other: names of tensors whose values the conversion changes, such as by merging an adapter; they are
+            not verified.
     """
 
     def __init__(
@@ -257,21 +266,28 @@ class HeldAgainst:
                     self._cast[name] = dtype_called(record.dtype)
 
     def hashes(self, names: Iterable[str]) -> TensorHashes:
-        """Return empty hashes for those tensors that are written in another dtype than the manifest's."""
+        """Return new hashes for those tensors that have to be hashed a second time."""
         return TensorHashes([name for name in names if name in self._cast])
 
     def update(self, hashes: TensorHashes, name: str, rows: Tensor, start: int) -> None:
-        """Add rows of a tensor from ``start`` on, as they were read, to its hash, if ``hashes`` has one for
-        it."""
+        """Add rows to the second hash of a tensor, if it has one.
+
+        Args:
+            hashes: result of ``hashes``.
+            name: name of the tensor.
+            rows: rows as they were read.
+            start: index of the first row.
+        """
         if name in self._cast:
             hashes.update(name, cast(rows, self._cast[name]), start)
 
     def refuse_changed(self, written: Mapping[str, str], before: Mapping[str, str]) -> None:
-        """Refuse a source that does not match its manifest.
+        """Check that the source matches its manifest.
 
         Args:
-            written: digests of the tensors as they were written.
-            before: digests of ``hashes``.
+            written: name -> digest of each tensor in the dtype that is written.
+            before: name -> digest in the dtype that the manifest records, for tensors in which the two dtypes
+                differ.
 
         Raises:
             ChangedSourceError: lists the changed tensors.
@@ -291,31 +307,30 @@ class HeldAgainst:
             )
 
 
-# Unfinished conversions have these texts as keys of their facts: with another text they would start over.
+# These texts are keys in the records of unfinished conversions. After a change of a text, these start over.
 WEIGHTS = "the weights of the source (name, size or time of change of a file)"
 RULES = "the rules of the family (the program, or a --family-file)"
 THE_REST = "the program, which lays out the same files otherwise"
-"""Name for everything that the named facts do not determine."""
+"""Name of all facts that have no name of their own."""
 
 
 def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each fact, by its name. Facts have to be JSON values."""
+    """Return name -> hash of each fact. Facts must be JSON values."""
     return {
-        # Sort the keys: two runs may collect the same fact in different orders.
+        # Sort the keys, because their order may differ between runs.
         name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest()
         for name, fact in facts.items()
     }
 
 
 def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
-    """Return a version and a digest that change when the rules would write a different tensor, or a different
-    part of one, to the same location."""
+    """Return the program's version and a digest of the rules, which change if a tensor would be written
+    differently."""
     digest = hashlib.sha256()
     for rule in rules:
-        # Hash the repr, which names every field, so that a new field of Rule changes the fingerprint
-        # automatically.
+        # The repr contains all fields, so a new field of Rule is included automatically.
         digest.update(repr(rule).encode())
-    # Include the version: another release may write other bytes by the same rules.
+    # Another release may interpret the same rules differently.
     return [tool_version(), digest.hexdigest()]
 
 
@@ -323,11 +338,11 @@ def changed(before: object, now: Mapping[str, str]) -> list[str]:
     """Return the names of the facts that differ between two results of ``fingerprints``.
 
     Args:
-        before: fingerprints that an earlier run of any release recorded.
+        before: fingerprints of an earlier run, possibly of another release.
         now: fingerprints of this run.
     """
-    if not isinstance(before, Mapping):  # An older release recorded one fingerprint of everything.
+    if not isinstance(before, Mapping):  # Older releases recorded a single fingerprint.
         return [THE_REST]
     names = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
-    # Name the rest only if nothing else has changed, because the rest follows from the other facts.
+    # The rest depends on the named facts, so report it only if nothing else has changed.
     return [name for name in names if name != THE_REST] or names

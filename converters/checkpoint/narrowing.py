@@ -1,4 +1,4 @@
-"""Requested changes of dtype, and the largest error that they cause."""
+"""Requested dtype conversions, and the largest error that they cause."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ _SLICE = 2**20
 
 
 def kept_dtype(tensor: HuggingFaceTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is written: the requested dtype, or the stored dtype if none is
-    requested. A tensor that must stay float32 gets at least float32."""
+    """Return the dtype in which a tensor is written.
+
+    Args:
+        tensor: the tensor; some must stay float32.
+        stored: its dtype in the source.
+        asked: requested dtype; None keeps ``stored``.
+    """
     if asked is None:
         return stored
     return torch.promote_types(asked, torch.float32) if tensor.stays_float32 else asked
 
 
 def main_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """Return the dtype that has the most bytes, given pairs of dtype and bytes. On a tie, the dtype seen
-    first is returned."""
+    """Return the dtype with the most bytes, from (dtype, bytes) pairs; on a tie the one seen first."""
     sizes: Counter[torch.dtype] = Counter()
     for dtype, size in tensors:
         sizes[dtype] += size
@@ -35,10 +39,10 @@ def main_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
 
 
 class Narrowing:
-    """Casts of tensors, with a record of the errors. Several threads may use it at once.
+    """Casts tensors and records the rounding errors. Thread-safe.
 
     Args:
-        asked: whether values may change. False means that casts back from a widened dtype have to be exact.
+        asked: a dtype was requested, so values may change. Otherwise every cast must be exact.
     """
 
     def __init__(self, asked: bool) -> None:
@@ -47,17 +51,18 @@ class Narrowing:
         self._lock = threading.Lock()
 
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor in ``dtype``, or the tensor itself if it has that dtype.
+        """Convert a tensor to a dtype; returns the tensor itself if it has that dtype.
 
         Raises:
-            ConversionError: a finite value becomes infinite, or a value changes although no other dtype was
+            ConversionError: a finite value becomes infinite, or a value changes although no dtype was
                 requested.
         """
         if tensor.dtype == dtype:
             return tensor
         result = cast(tensor, dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
-            return result  # The cast lost nothing.
+            return result  # Widening is exact.
+        # Slice by slice, to limit the memory for temporary tensors.
         slices = zip(tensor.reshape(-1).split(_SLICE), result.reshape(-1).split(_SLICE), strict=True)
         largest = max((self._error(name, *pair) for pair in slices), default=0.0)
         if not self._asked and bool(unequal(cast(result, tensor.dtype), tensor).any()):
@@ -76,25 +81,25 @@ class Narrowing:
 
     @staticmethod
     def _error(name: str, before: Tensor, after: Tensor) -> float:
-        """Return the largest error of a slice. Slices limit memory, because float64 takes several times the
-        memory of the slice."""
+        """Return the largest absolute error of a slice. Work on slices, because the computation in float64
+        needs several times the slice's memory."""
         if bool((after.isinf() & before.isfinite()).any()):
             worst, dtype = float(before[before.isfinite()].abs().max()), dtype_name(after.dtype)
             raise ConversionError(
                 f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype"
             )
         return (
-            # Count NaN as 0: inf - inf and NaN - NaN are NaN, although nothing is lost there.
+            # inf - inf and NaN - NaN are NaN, although nothing was lost.
             float((before.double() - after.double()).abs().nan_to_num(0.0).max()) if before.numel() else 0.0
         )
 
     def error_of(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the largest error of each of these tensors, if it was narrowed."""
+        """Return name -> largest absolute error, for those of the tensors that were narrowed."""
         with self._lock:
             return {name: self._errors[name] for name in names if name in self._errors}
 
     def recall(self, errors: Mapping[str, float]) -> None:
-        """Add the errors that an earlier run recorded."""
+        """Add errors that an earlier, interrupted run recorded."""
         with self._lock:
             self._errors.update(errors)
 
@@ -103,7 +108,7 @@ class Narrowing:
         narrowed."""
         if not self._errors:
             return {}
-        # Sort the names, so that among equal errors the same tensor is named, whichever thread came first.
+        # Sort, so that the result does not depend on the order of the threads.
         worst = max(sorted(self._errors), key=lambda name: self._errors[name])
         return {
             "narrowed_tensors": len(self._errors),

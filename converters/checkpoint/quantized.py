@@ -1,13 +1,12 @@
-"""Reader of Hugging Face checkpoints with quantised weights, which reads them as if they were not quantised.
+"""Read quantised Hugging Face checkpoints as if they were not quantised.
 
-The stored scales are hidden. The values are returned in bfloat16, as transformers dequantises them, or in the
-requested dtype. They are computed box by box in float32, in pieces that fit a processor's cache.
+Scales are hidden, and values are computed in float32 in small chunks, and returned in bfloat16 or the
+requested dtype.
 
-* FP8 with block scales, the format of DeepSeek-V3: a value times the scale of its block. Blocks at the lower
-  and right edge may be truncated.
-* MXFP4, the format of GPT-OSS: two numbers in each byte, the lower half first, each times two to the power of
-  the scale of its group of 32. (The matrices of transformers' models are transposed; the rules of the family
-  handle that.)
+* FP8 with block scales (DeepSeek-V3): a value times the scale of its block. Blocks at the lower and right
+  edge may be incomplete.
+* MXFP4 (GPT-OSS): two values per byte, the lower half first, each times two to the power of the scale of its
+  group of 32. transformers transposes these matrices; the family's rules handle that.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from converters.families.read import remedy_for_quantized
 from converters.model_config.sizes import is_off
 
 Read = Callable[[Box], Tensor]
-"""Function that reads a box of a stored tensor."""
+"""Reads a box of a stored tensor."""
 GROUP = 32
-"""Number of values of an MXFP4 tensor that share a scale."""
-# These are the values of the Open Compute Project's Microscaling formats: sign, two bits of exponent, one bit
-# of mantissa.
+"""Number of MXFP4 values that share a scale."""
+# The 4-bit values of the Open Compute Project's Microscaling formats: sign, two bits of exponent, one bit of
+# mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Scales are in E8M0: only an exponent, with this bias; 255 is the NaN of this format.
+# Scales are E8M0: an exponent with this bias; 255 means NaN.
 _EXPONENT_BIAS, _NO_NUMBER = 127, 255
 _PIECE_ELEMENTS = 2**18
 
 
 class BlockScaled:
-    """FP8 tensor with block scales.
+    """An FP8 tensor with a scale per block.
 
     Args:
-        name: name for messages.
-        shape: shape of the weight, with at least two dimensions; the last two are divided into blocks.
+        name: name for error messages.
+        shape: shape of the weight; its last two dimensions are divided into blocks.
         block: rows and columns of a block.
-        read_weight, read_scale: readers of the stored tensors.
+        read_weight, read_scale: read the stored tensors.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class BlockScaled:
         self._read_weight, self._read_scale = read_weight, read_scale
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """Return the values in a box, each computed in float32 and rounded once to ``dtype``."""
+        """Return the values in a box, computed in float32 and rounded once to ``dtype``."""
         leading, (rows, columns) = box[:-2], box[-2:]
         scales = self._read_scale(
             (*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))
         ).float()
-        # This is the block of each column, counted from the first block that was read.
+        # Block of each column, relative to the first block read.
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
         weight = self._read_weight(box)
         result = torch.empty(shape_of(box), dtype=dtype)
@@ -75,14 +74,14 @@ class BlockScaled:
 
 
 class Microscaled:
-    """MXFP4 tensor.
+    """An MXFP4 tensor.
 
     Args:
-        name: name for messages.
-        stored_shape: shape of the stored scales: [..., groups], where a group is ``GROUP`` values along the
-            last dimension.
-        read_blocks, read_scales: readers of the stored tensors, both uint8; the blocks have an additional
-            last dimension for the bytes of a group.
+        name: name for error messages.
+        stored_shape: shape of the stored scales, [..., groups]; a group is ``GROUP`` values of the last
+            dimension.
+        read_blocks, read_scales: read the stored uint8 tensors; the blocks have a last dimension for the
+            bytes of a group.
     """
 
     def __init__(
@@ -92,7 +91,11 @@ class Microscaled:
         self._read_blocks, self._read_scales = read_blocks, read_scales
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """See ``BlockScaled``."""
+        """Return the values in a box, rounded once to ``dtype``.
+
+        Raises:
+            ConversionError: a scale is NaN.
+        """
         leading, (start, stop) = box[:-1], box[-1]
         groups = _blocks((start, stop), GROUP)
         blocks = self._read_blocks((*leading, groups, (0, GROUP // 2))).flatten(0, -3)
@@ -109,17 +112,17 @@ class Microscaled:
         step = max(1, _PIECE_ELEMENTS // max(1, blocks[0].numel() * 2 if blocks.shape[0] else 1))
         for first in range(0, blocks.shape[0], step):
             rows = slice(first, first + step)
-            # Convert the index to int: torch treats an index of uint8 as a mask.
+            # torch takes a uint8 index for a mask, so convert it.
             values = table[torch.stack((blocks[rows] & 15, blocks[rows] >> 4), dim=-1).int()].flatten(-2)
-            # Compute like transformers' convert_moe_packed_tensors. A power of two loses nothing; only the
-            # last rounding may.
+            # Same computation as transformers' convert_moe_packed_tensors. Scaling by a power of two is
+            # exact; only the last rounding is not.
             values = torch.ldexp(values, (scales[rows].int() - _EXPONENT_BIAS).unsqueeze(-1))
             result[rows] = values.flatten(-2)[:, inside]
         return result.reshape(shape_of(box))
 
 
 def _blocks(span: tuple[int, int], size: int) -> tuple[int, int]:
-    """Return the range of the blocks that a range overlaps."""
+    """Return the range of blocks that a range of elements overlaps."""
     start, stop = span
     return start // size, max(start // size, -(-stop // size))
 
@@ -128,6 +131,7 @@ def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
     """Split a range at block boundaries."""
     start, stop = span
     while start < stop:
+        # The range may begin and end inside a block.
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
@@ -135,7 +139,7 @@ def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
 
 KEY = "quantization_config"
 FP8, MXFP4 = "fp8", "mxfp4"
-# These keys say how a framework computes, or which modules are quantised, which their tensors show anyway.
+# Keys about how a framework computes, or which modules are quantised, which the tensors show.
 _INERT = frozenset(
     {
         "activation_scheme",
@@ -154,11 +158,10 @@ _FIX = f"fetch the checkpoint again; or {remedy_for_quantized({})}"
 
 
 def open_dequantized(model_name: str | Path, revision: str | None = None) -> HuggingFaceSource:
-    """Open a checkpoint, quantised or not. Arguments and errors are those of ``open_source``.
+    """Open a checkpoint that may be quantised. Arguments and further errors as in ``open_source``.
 
     Raises:
-        ConversionError: the checkpoint is quantised in an unknown way, or a scale is missing or has a wrong
-            shape.
+        ConversionError: the quantisation is not supported, or a scale is missing or has a wrong shape.
     """
     source = open_source(model_name, revision)
     config = (source.read_json("config.json") or {}).get(KEY)
@@ -166,11 +169,11 @@ def open_dequantized(model_name: str | Path, revision: str | None = None) -> Hug
 
 
 class DequantizedSource(HuggingFaceSource):
-    """A quantised checkpoint.
+    """A quantised checkpoint that is read in a floating-point dtype.
 
     Attributes:
         method: ``fp8`` or ``mxfp4``.
-        dequantized_dtype: dtype in which quantised tensors are read.
+        dequantized_dtype: dtype of quantised tensors when read; bfloat16 by default.
     """
 
     def __init__(self, directory: Path, config: Any) -> None:
@@ -191,19 +194,19 @@ class DequantizedSource(HuggingFaceSource):
         return name in self._formats
 
     def notes(self) -> dict[str, str | int]:
-        """Return the method and the number of dequantised tensors, for the notes of a conversion."""
+        """Return method and number of dequantised tensors, for the notes in a manifest."""
         return {"dequantized_from": self.method, "dequantized_tensors": len(self._formats)}
 
     def identity(self) -> list[list[str | int]]:
-        """Return the identity of the files together with method and block size."""
+        """Return the identity of the files, with method and block size."""
         return [*super().identity(), [self.method, *self._block]]
 
     def names(self) -> list[str]:
-        """Return the names of all tensors except the scales, sorted."""
+        """Return the names of all tensors except scales, sorted."""
         return sorted(set(self._file_of) - self._hidden)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a tensor of that name."""
+        """Return whether there is a tensor with a name."""
         return name not in self._hidden and super().__contains__(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -221,12 +224,12 @@ class DequantizedSource(HuggingFaceSource):
         return self._formats[name].read(self.box(name, slices), self.dequantized_dtype)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON file of the checkpoint, without the quantisation entry of ``config.json``."""
+        """Return the contents of a JSON file; ``config.json`` is returned without its quantisation entry."""
         content = super().read_json(name)
         return without_quantization(content) if content is not None and name == "config.json" else content
 
     def _find_blocks(self, block: tuple[int, int]) -> list[str]:
-        """Find the FP8 tensors, and return the problems with them."""
+        """Register the FP8 tensors, and return the problems found."""
         problems = []
         for name in sorted(self._file_of):
             if self._file(name).stored_dtype(name) not in ("F8_E4M3", "F8_E5M2"):
@@ -249,7 +252,7 @@ class DequantizedSource(HuggingFaceSource):
         return problems
 
     def _find_groups(self) -> list[str]:
-        """Find the MXFP4 tensors, which keep the names of their blocks, and return the problems with them."""
+        """Register the MXFP4 tensors under the names of their blocks, and return the problems found."""
         problems = []
         for name in sorted(self._file_of):
             if not name.endswith(_BLOCKS):
@@ -289,21 +292,21 @@ class DequantizedSource(HuggingFaceSource):
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the dequantised model."""
+    """Return a config without its quantisation entry."""
     return {key: value for key, value in config.items() if key != KEY}
 
 
 def drop_quantization(directory: Path) -> None:
-    """Remove the quantisation entry from the ``config.json`` of a directory."""
+    """Remove the quantisation entry from a directory's ``config.json``."""
     config = without_quantization(read_config(directory))
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _method_of(config: Any) -> str:
-    """Return the method that a ``quantization_config`` names.
+    """Return the method of a ``quantization_config``.
 
     Raises:
-        ConversionError: the method is unknown, or the config has settings that are not understood.
+        ConversionError: the method or another setting is not supported.
     """
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if method not in (FP8, MXFP4):

@@ -1,4 +1,5 @@
-"""Safetensors files, with headers read without torch. Format: https://github.com/huggingface/safetensors."""
+"""Read safetensors files (https://github.com/huggingface/safetensors). Headers are read without importing
+torch."""
 
 from __future__ import annotations
 
@@ -37,15 +38,15 @@ DTYPE_NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""torch's names of dtypes, by their names in a file."""
+"""Dtype name in a file -> torch's name."""
 
 
 class OpenFiles:
-    """Opener of files, each only while it is used, since a checkpoint may have more files than a process may
-    open. A file that has been replaced since its first use is refused. Several threads may use it at once.
+    """Opens files only while they are used, because a checkpoint may have more files than a process may open.
+    A file that was replaced since its first use is rejected. Thread-safe.
 
     Args:
-        flags: flags of ``os.open``; a file to be written to has to exist.
+        flags: flags for ``os.open``; a file to write to must exist.
     """
 
     def __init__(self, flags: int = os.O_RDONLY) -> None:
@@ -54,7 +55,7 @@ class OpenFiles:
 
     @contextmanager
     def use(self, path: Path) -> Iterator[int]:
-        """Open a file and yield its descriptor, which is closed at the end of the ``with`` block.
+        """Open a file, and yield its descriptor for the duration of the block.
 
         Raises:
             ConversionError: the file cannot be opened, or was replaced since its first use.
@@ -68,8 +69,7 @@ class OpenFiles:
         try:
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino)
-            # Another inode under the same name comes from another save, and reading it would mix two
-            # checkpoints.
+            # Another inode means another save; reading it would mix two checkpoints.
             if self._identities.setdefault(path, identity) != identity:
                 raise ConversionError(
                     f"{path} has changed while it was in use",
@@ -88,23 +88,22 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """A file whose header has been read. Several threads may use it at once; memory use is only what is asked
-    for.
+    """A safetensors file whose header has been read. Tensors are read on request. Thread-safe.
 
     Args:
-        path: path of the file.
-        files: opener to use, which other files may share.
+        path: the file.
+        files: opener that may be shared with other files.
 
     Raises:
-        ConversionError: the file is not a readable safetensors file.
+        ConversionError: the file is not a valid safetensors file.
     """
 
     def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
         self.path = require_regular(path)
         self._files = files or OpenFiles()
         try:
-            # Let the library check the header: sizes, overlaps, holes and the length of the file. Use
-            # framework="numpy", because "pt" imports torch.
+            # The library verifies sizes, overlaps, gaps and the file's length. framework="pt" would import
+            # torch.
             with safe_open(path, framework="numpy") as judged:
                 names = set(judged.keys())
         except (SafetensorError, OSError) as error:
@@ -114,8 +113,7 @@ class SafetensorsFile:
             raise ConversionError(
                 f"{path} is not a readable safetensors file ({error})", "fetch or write the file again"
             ) from error
-        # Parse the header here as well: the library does not expose the offsets, which are needed to read
-        # boxes without mapping the file into memory.
+        # The library does not expose the offsets, which are needed to read boxes without memory mapping.
         with self._files.use(path) as descriptor:
             self._entries = _read_header(descriptor)
         assert names == set(self._entries)
@@ -129,14 +127,14 @@ class SafetensorsFile:
         return self._entries[name].shape
 
     def stored_dtype(self, name: str) -> str:
-        """Return the file's name for the dtype of a tensor."""
+        """Return the dtype of a tensor as the file names it, such as ``BF16``."""
         return self._entries[name].stored
 
     def dtype_name(self, name: str) -> str:
-        """Return torch's name for the dtype of a tensor, such as ``float32``.
+        """Return the dtype of a tensor as torch names it, such as ``bfloat16``.
 
         Raises:
-            ConversionError: torch has no such dtype, or it is not supported here.
+            ConversionError: the dtype is not supported.
         """
         stored = self._entries[name].stored
         if stored not in DTYPE_NAMES:
@@ -147,16 +145,16 @@ class SafetensorsFile:
         return DTYPE_NAMES[stored]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. Errors are those of ``dtype_name``."""
+        """Return the dtype of a tensor; errors as in ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name))
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Read a tensor, or a box of it, into a fresh contiguous CPU tensor.
+        """Read a tensor, or a box of it, to a new contiguous CPU tensor.
 
         Raises:
-            ConversionError: the file has become shorter, or cannot be read.
+            ConversionError: the file has become shorter or cannot be read.
         """
         from converters.checkpoint.boxes import read_box, whole
 

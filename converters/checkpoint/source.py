@@ -1,5 +1,5 @@
-"""Reader of Hugging Face safetensors checkpoints, by headers and slices only; torch is imported with the
-first tensor."""
+"""Read Hugging Face safetensors checkpoints: headers, and slices of tensors. torch is imported with the first
+tensor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Fetch weights, configs, tokenizers, code and what describes them at the top level of a repository, and chat
-# templates. Leave out pickles and second copies. The code is only copied: a tokenizer's config may name it.
+# Download weights, configs, tokenizers, code, chat templates and documentation from the top level of a
+# repository, but no pickles or second copies. The code is only copied, because a tokenizer's config may refer
+# to it.
 _HUB_PATTERNS = [
     *("*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"),
     *("*.py", "README.md", "LICENSE*", "NOTICE*"),
@@ -41,7 +42,7 @@ for _length, _letter in enumerate(_TEMPLATES):
 # model.
 _HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
 
-# Trainers save these forms in pieces that transformers cannot read.
+# Sharded formats of trainers, which transformers cannot read: pattern, name, fix.
 _SHARDED = (
     (
         "global_step*/*_states.pt",
@@ -59,8 +60,8 @@ _SHARDED = (
 
 
 def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a checkpoint, and download a hub repository first. Arguments and errors are
-    those of ``open_source``."""
+    """Return the directory of a checkpoint; a hub repository is downloaded first. Arguments and errors as in
+    ``open_source``."""
     directory = Path(model_name).expanduser()
     if directory.is_dir():
         return directory
@@ -71,7 +72,7 @@ def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
             f"give {directory.parent}, which must hold config.json too" if kind is None else kind[1],
         )
     name = str(model_name)
-    # Never ask the hub for what can only be a path: ids of the hub are NAME or OWNER/NAME.
+    # A hub id is NAME or OWNER/NAME, so anything else must be a path.
     if (
         isinstance(model_name, Path)
         or directory.is_absolute()
@@ -93,8 +94,7 @@ def _download(repository: str, revision: str | None) -> Path:
                 repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
             )
         )
-    # The hub client raises its own errors, and those of its HTTP library and of the file system. All of them
-    # mean the same here.
+    # Errors of the hub client, its HTTP library and the file system all mean that the download failed.
     except Exception as error:
         raise ConversionError(
             f"{repository!r} (revision {revision or 'default'}) is no local directory and could not be "
@@ -108,23 +108,22 @@ def open_source(model_name: str | Path, revision: str | None = None) -> HuggingF
     """Open a checkpoint.
 
     Args:
-        model_name: a local directory or a hub id such as ``Qwen/Qwen2.5-0.5B``. From a hub repository, only
-            safetensors, JSON and tokenizer files are downloaded.
+        model_name: local directory, or hub id such as ``Qwen/Qwen2.5-0.5B``. Only safetensors, JSON,
+            tokenizer and code files of a repository are downloaded.
         revision: branch, tag or commit of a hub repository.
 
     Raises:
-        ConversionError: there is no such directory or repository, or it holds no readable safetensors
+        ConversionError: the directory or repository does not exist, or contains no readable safetensors
             checkpoint.
     """
     return HuggingFaceSource(locate_source(model_name, revision))
 
 
 class HuggingFaceSource:
-    """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files that the
-    index names.
+    """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files that it
+    lists.
 
-    As in transformers, the single file is used if both exist. Headers are read when they are first needed.
-    Several threads may read at once.
+    If both exist, the single file is used, as in transformers. Headers are read on first use. Thread-safe.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -132,19 +131,18 @@ class HuggingFaceSource:
         self._files: dict[str, SafetensorsFile] = {}
         self._open_files = OpenFiles()
         self._lock = threading.Lock()
-        # Set it to empty first: ``_read_layout`` opens the single file, and compares it with what is known
-        # about it.
+        # ``_read_layout`` may open the single file, and ``_open`` compares a header with this attribute.
         self._file_of: dict[str, str] = {}
         self._file_of = self._read_layout()
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint: id and commit of a hub repository, otherwise the directory's name."""
+        """Id and commit of a hub repository, else the name of the directory."""
         snapshot = re.search(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", self.directory.as_posix())
         return "{}/{}@{}".format(*snapshot.groups()) if snapshot else self.directory.name
 
     def identity(self) -> list[list[str | int]]:
-        """Return name, size and modification time of each weight file, which change when the weights
+        """Return name, size and modification time of each weight file; they change when the weights
         change."""
         return identity_of(self.files())
 
@@ -157,14 +155,14 @@ class HuggingFaceSource:
         return sorted(self._file_of)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a tensor of that name."""
+        """Return whether there is a tensor with a name."""
         return name in self._file_of
 
     def check_files(self) -> None:
-        """Open every file.
+        """Open every file and compare its header with the index.
 
         Raises:
-            ConversionError: a file is damaged, or its tensors do not match the index.
+            ConversionError: a file is damaged or does not match the index.
         """
         for file_name in sorted(set(self._file_of.values())):
             unknown = sorted(
@@ -175,58 +173,58 @@ class HuggingFaceSource:
                 raise ConversionError(what, "fetch the checkpoint again", unknown)
 
     def unread_files(self) -> list[str]:
-        """Return the names of safetensors files in the directory that are not part of the checkpoint, such as
-        shards of an earlier save."""
+        """Return the safetensors files in the directory that the index does not list, such as shards of an
+        earlier save."""
         read = {*self._file_of.values()}
         return sorted(
             path.name for path in self.directory.glob("model*.safetensors") if path.name not in read
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, from the header.
+        """Return the shape of a tensor.
 
         Raises:
-            ConversionError: there is no such tensor, or its file is damaged.
+            ConversionError: the tensor does not exist, or its file is damaged.
         """
         return self._file(name).shape(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor, by name. Errors are those of ``shape``."""
+        """Return name -> shape of all tensors; errors as in ``shape``."""
         return {name: self.shape(name) for name in self.names()}
 
     def dtype_name(self, name: str) -> str:
-        """Return the stored dtype of a tensor, in torch's notation (``torch.float32``), from the header.
+        """Return the stored dtype of a tensor as torch prints it (``torch.float32``), without importing
+        torch.
 
         Raises:
-            ConversionError: there is no such tensor, its file is damaged, or torch has no such dtype.
+            ConversionError: the tensor does not exist, its file is damaged, or the dtype is not supported.
         """
         return f"torch.{self._file(name).dtype_name(name)}"
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor. Errors are those of ``dtype_name``."""
+        """Return the stored dtype of a tensor; errors as in ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name).removeprefix("torch."))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor, or a slice of it without reading other bytes.
+        """Read a tensor, or only the bytes of a slice of it.
 
         Args:
             name: name of the tensor.
-            slices: one slice for each leading dimension, with start and stop inside the tensor and no step;
-                omitted dimensions are read completely.
+            slices: a slice without step for each leading dimension; further dimensions are read in full.
 
         Returns:
-            A fresh contiguous CPU tensor of the stored dtype that shares no memory with the file.
+            A new contiguous CPU tensor with the stored dtype.
 
         Raises:
-            ConversionError: there is no such tensor, its file is damaged, or a slice exceeds the tensor.
+            ConversionError: the tensor does not exist, its file is damaged, or a slice exceeds the tensor.
         """
         return self._file(name).read(name, self.box(name, slices))
 
     def box(self, name: str, slices: tuple[slice, ...] | None) -> Box:
-        """Return the ranges that slices select in all dimensions of the tensor. Arguments and errors are
-        those of ``read``."""
+        """Convert slices to a (start, stop) range for each dimension of a tensor; arguments and errors as in
+        ``read``."""
         shape, slices = self.shape(name), slices or ()
         for dimension, part in enumerate(slices):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):
@@ -238,10 +236,11 @@ class HuggingFaceSource:
         return (*asked, *((0, size) for size in shape[len(asked) :]))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return a JSON object of the directory, such as ``config.json``, or None if the file does not exist.
+        """Return the JSON object in a file of the directory, such as ``config.json``; None if the file does
+        not exist.
 
         Raises:
-            ConversionError: the file does not hold a JSON object.
+            ConversionError: the file contains no JSON object.
         """
         try:
             return read_json_object(self.directory / name)
@@ -249,14 +248,14 @@ class HuggingFaceSource:
             return None
 
     def _read_layout(self) -> dict[str, str]:
-        """Return the file names by tensor name."""
+        """Return tensor name -> file name."""
         if not self.directory.is_dir():
             raise ConversionError(
                 f"model directory {str(self.directory)!r} does not exist",
                 "give an existing directory or a hub id",
             )
         if (self.directory / ADAPTER_CONFIG).exists():
-            # transformers would fetch the base model from elsewhere, and apply the adapter.
+            # transformers would download the base model and apply the adapter.
             raise ConversionError(
                 f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
                 (
@@ -277,10 +276,11 @@ class HuggingFaceSource:
         raise self._no_weights()
 
     def _no_weights(self) -> ConversionError:
-        """Return an error that describes what the directory holds instead of the expected files."""
+        """Return an error that explains which other format the directory contains."""
         what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
         for name in (_SINGLE, _INDEX):
             path = self.directory / name
+            # ``exists`` follows links, so a broken link looks like a missing file.
             if path.is_symlink():
                 return ConversionError(
                     f"{path} leads to {os.readlink(path)}, which does not exist", "fetch the model again"
@@ -333,11 +333,12 @@ class HuggingFaceSource:
         )
 
     def _check_index(self, weight_map: object) -> dict[str, str]:
-        """Return the index unchanged, after checking that every file it names is in the directory."""
+        """Check that every file of the index is in the directory, and return the index."""
         path = self.directory / _INDEX
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ConversionError(f"{path} has no weight_map", "fetch or write the index again")
         files = {str(name): str(file_name) for name, file_name in weight_map.items()}
+        # The index is untrusted: a name such as ../x must not be opened.
         problems = unusable_names(self.directory, {*files.values()}, "safetensors file", ".safetensors")
         if problems:
             raise ConversionError(
@@ -354,13 +355,12 @@ class HuggingFaceSource:
         return self._open(self._file_of[name])
 
     def _open(self, file_name: str) -> SafetensorsFile:
-        """Return the open file. On first use, compare its header with the index."""
+        """Return an opened file. On first use, compare its header with the index."""
         with self._lock:
             if file_name in self._files:
                 return self._files[file_name]
             path = self.directory / file_name
-            # aria2 gives a file its full length at once, so that the file's size does not show an unfinished
-            # download.
+            # aria2 allocates the full length at once, so the size does not show an unfinished download.
             if (self.directory / f"{file_name}.aria2").exists():
                 raise ConversionError(
                     f"{path} is an unfinished download ({file_name}.aria2)",

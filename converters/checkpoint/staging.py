@@ -1,9 +1,9 @@
-"""A directory that is written atomically, and whose unfinished work can be resumed.
+"""Write a directory atomically, so that interrupted work can be resumed.
 
-Work is done in ``.NAME.partial`` next to the target, with a journal of finished pieces; at the end the
-directory is renamed to the target. It is used by one process at a time, or by one process for each part of
-the work, on any machine that sees the disk. Each part has its own journal, and the part that finds all parts
-complete renames the directory. Parts begin and end under a lock, one at a time.
+Files are written to ``.NAME.partial`` next to the target, with a journal of the finished pieces, and the
+directory is renamed at the end. The work may be divided into parts, each done by one process on any machine
+that sees the disk. Each part has a journal, and the part that finds all others complete renames the
+directory. A lock serialises the start and the end of parts.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from converters.files.atomic import fsync_directory, fsync_file, fsync_tree, ren
 _JOURNAL = ".journal.jsonl"
 _PART_JOURNAL = ".journal-{}-of-{}.jsonl"
 _DONE = {"done": True}
-# A kill may lose the work of this time: a record waits until the data that it vouches for are on disk.
+# Seconds between flushes. A piece is recorded only after its data are on disk, so a kill may lose the work of
+# this time.
 _SECONDS_BETWEEN_RECORDS = 2.0
 
 
 class Staging:
-    """The unfinished directory, as a context manager: ``finish`` renames it to the target.
+    """The unfinished directory, as a context manager. ``finish`` renames it to the target.
 
-    If the block fails instead, finished work is kept for resuming, and the error gives its directory and
-    size. Work that cannot be resumed is removed.
+    If the block fails, finished pieces are kept for a resume, and the error message gives their directory and
+    size. Work that cannot be resumed is deleted.
 
     Args:
         target: the final directory.
-        plan: fingerprints of the work by what determines it (an option, a file of the source). A journal of
-            other work is deleted with its files (``converters.checkpoint.manifest``).
-        overwrite: whether to replace an existing target at the end.
-        part: number of this part, counted from 1, and the number of parts; None for all of the work.
-        others_in: returns what in an existing directory is not of the kind that may be replaced.
+        plan: name -> fingerprint of everything that determines the output
+            (``converters.checkpoint.manifest``). Unfinished work with another plan is deleted.
+        overwrite: replace an existing target at the end.
+        part: (number of this part from 1, number of parts); None for all of the work.
+        others_in: returns the files in an existing target that must not be replaced.
 
     Raises:
-        ConversionError: the target exists, cannot be created, or another process is working on it.
+        ConversionError: the target exists or cannot be created, or another process is writing it.
 
     Attributes:
-        started_anew_because_of: names of what has changed since an earlier run, whose work was therefore
+        started_anew_because_of: names of the facts that have changed since an earlier run, whose work was
             deleted.
     """
 
@@ -70,7 +71,7 @@ class Staging:
         self.target, self._part = target, part
         check_target(target, overwrite, others_in)
         self.directory = _partial(target)
-        # Locks are stored next to the directory, which is renamed or removed while they are held.
+        # The directory is renamed or removed while the locks are held, so they are stored next to it.
         self._lock_path = target.parent / f".{target.name}{'' if part is None else f'.part-{part[0]}'}.lock"
         self._parts_lock_path = target.parent / f".{target.name}.parts.lock"
         self._journal_name = _JOURNAL if part is None else _PART_JOURNAL.format(*part)
@@ -84,6 +85,7 @@ class Staging:
                     self.directory.mkdir(exist_ok=True)
                     self.started_anew_because_of: list[str] = []
                     self._records = self._take_up(dict(plan))
+                    # Append, because a resumed run keeps the earlier records.
                     self._journal = (self.directory / self._journal_name).open("a", encoding="utf-8")
                     if not self._records:
                         self._append({"plan": dict(plan)})
@@ -105,23 +107,27 @@ class Staging:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Records of the pieces that an earlier run finished, as they were passed to ``record``."""
+        """Records of the pieces that an earlier run finished."""
         return self._records[1:]
 
     def record(self, finished: dict[str, Any], file: Path) -> None:
-        """Record that a piece of work in ``file`` is finished. The journal lists the piece once the file is
-        on disk."""
+        """Record that a piece is finished.
+
+        Args:
+            finished: record for the journal; JSON-compatible.
+            file: file with the piece, which is flushed to disk before the record is written.
+        """
         with self._mutex:
             self._waiting.append((finished, file))
             self._finished_pieces += 1
+            # A flush waits for the disk, so do it only from time to time.
             if time.monotonic() - self._recorded_at > _SECONDS_BETWEEN_RECORDS:
                 self._flush()
 
     def finish(self) -> None:
-        """Flush everything to disk and rename the directory to the target."""
+        """Flush everything to disk, and rename the directory to the target."""
         self.close_journal()
-        # Remove the journal before the directory gets its final name, because the journal marks the directory
-        # as unfinished.
+        # A journal marks the directory as unfinished, so remove it before the rename.
         for journal in self.directory.glob(".journal*"):
             journal.unlink()
         fsync_tree(self.directory)
@@ -129,27 +135,26 @@ class Staging:
         self._unlock()
 
     def close_journal(self) -> None:
-        """Flush the records to disk and close the journal."""
+        """Flush the records to disk, and close the journal."""
         with self._mutex:
             if not self._journal.closed:
                 self._flush()
                 self._journal.close()
 
     def leave(self) -> None:
-        """Leave the directory to the parts that are not finished."""
+        """Close the journal and release the lock, without a rename: other parts are not finished."""
         self.close_journal()
         self._unlock()
 
     @contextlib.contextmanager
     def all_parts_but_the_last(self) -> Iterator[dict[int, list[dict[str, Any]]] | None]:
-        """Mark this part as finished, wait for the lock, and yield the state of the other parts.
+        """Mark this part as finished, take the common lock, and yield the state of the other parts.
 
-        Every part marks itself before it takes the lock, and only one holds the lock at a time, so that
-        exactly one part finds all of them finished. The other parts do not touch the directory any more.
+        Every part marks itself before it takes the lock, and only one holds it at a time. So exactly one part
+        finds all of them finished, and completes the directory.
 
-        Returns:
-            Records of each other finished part, by its number; None if another part has already renamed the
-            directory.
+        Yields:
+            Part -> its records, for the other finished parts; None if another part has renamed the directory.
 
         Raises:
             ConversionError: another part has a different plan.
@@ -158,7 +163,7 @@ class Staging:
             yield {}
             return
         with self._mutex:
-            self._flush()  # Write the data that the record vouches for first.
+            self._flush()  # The data must be on disk before the mark.
             self._append(_DONE)
         self.close_journal()
         with self._no_other_part_begins_or_ends():
@@ -166,7 +171,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _no_other_part_begins_or_ends(self) -> Iterator[None]:
-        # This needs a separate lock, because each part holds the lock of its journal for as long as it works.
+        # A separate lock, because each part holds the lock of its journal while it works.
         lock = _lock(self._parts_lock_path, waits=True)
         try:
             yield
@@ -182,6 +187,7 @@ class Staging:
             )
             if records:
                 self._refuse_other_plan(records[0].get("plan"), f"part {other}")
+            # The first record is the plan; the last one marks a finished part.
             if records and records[-1] == _DONE:
                 found[other] = records[1:-1]
         return found
@@ -221,21 +227,20 @@ class Staging:
             ) from error
 
     def _remove_what_is_of_no_use(self) -> None:
-        """Remove this part's journal, and the whole directory unless other parts have journals in it."""
+        """Delete this part's journal and, unless other parts have journals there, the directory."""
         with self._no_other_part_begins_or_ends():
             (self.directory / self._journal_name).unlink(missing_ok=True)
             if not any(self.directory.glob(".journal*")):
                 shutil.rmtree(self.directory, ignore_errors=True)
 
     def _unlock(self) -> None:
-        # Remove the file while it is locked: ``_lock`` notices that the file it waited for is gone, and takes
-        # a new one.
+        # Delete the file while it is locked. ``_lock`` notices that the file it waited for is gone, and
+        # creates a new one.
         self._lock_path.unlink(missing_ok=True)
         self._lock_file.close()
 
     def _flush(self) -> None:
-        # Flush the data before their records: a journal that is ahead would vouch for bytes that a power cut
-        # loses.
+        # Flush the data first: a journal that is ahead would list pieces that a power failure has lost.
         for path in {file for _, file in self._waiting}:
             fsync_file(path)
         for finished, _ in self._waiting:
@@ -268,12 +273,11 @@ class Staging:
                     )
                 self._refuse_other_plan((_read_journal(each) or [{}])[0].get("plan"), each.name)
         if records and records[0].get("plan") == plan:
-            # The records come without a torn last line. Drop the mark of a finished part as well, because the
-            # part begins again.
+            # ``_read_journal`` has dropped an incomplete last line. Drop the end mark too, because the part
+            # starts again.
             records = [record for record in records if record != _DONE]
-            # Replace the journal atomically: a kill in the middle of writing would lose the list of all
-            # finished work. Remove what an earlier kill left of such a write, since it would end up in the
-            # target.
+            # Rewrite the journal atomically, because a kill during the write would lose the list of all
+            # finished pieces. Remove leftovers of such a kill, which would end up in the target.
             for torn in self.directory.glob(f".{path.name}.*.tmp"):
                 torn.unlink()
             with whole_file(path) as file:
@@ -281,8 +285,8 @@ class Staging:
             return records
         if records:
             self.started_anew_because_of = changed(records[0].get("plan"), plan)
-        # Keep the work of other parts. Of this part, remove only the journal, which alone tells what was
-        # done.
+        # Without other parts, delete everything. Otherwise delete only this part's journal, which alone tells
+        # what it has finished.
         for entry in self.directory.iterdir() if not others else [path] if records else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return []
@@ -296,7 +300,7 @@ class Staging:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the plan and the records that follow it; empty if there is no journal."""
+    """Return the plan, followed by the records; empty if there is no journal."""
     records: list[dict[str, Any]] = []
     try:
         text = path.read_text(encoding="utf-8")
@@ -305,7 +309,7 @@ def _read_journal(path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # The run ended while it wrote this line.
+        except ValueError:  # The run was killed while it wrote this line.
             break
         if not isinstance(record, dict):
             break
@@ -318,7 +322,7 @@ def _partial(target: Path) -> Path:
 
 
 def _lock(path: Path, *, waits: bool = False) -> IO[str]:
-    """Lock a file and return it; the lock lasts as long as the file is open.
+    """Open and lock a file. The lock lasts until the file is closed.
 
     Raises:
         BlockingIOError: another process holds the lock, and ``waits`` is False.
@@ -327,29 +331,27 @@ def _lock(path: Path, *, waits: bool = False) -> IO[str]:
         file = path.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            # The previous holder of the lock may have removed the file, even during this check.
+            # The previous holder may have deleted the file, even during this check.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return file
         except BaseException:
             file.close()
             raise
-        # The previous holder removed this file, so that other processes would lock another one: try again.
+        # This file was deleted, so other processes would lock another one: try again.
         file.close()
 
 
 def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> None:
-    """Refuse a target that overlaps the source. The unfinished directory next to the target must not overlap
-    it either.
+    """Check that the target and its unfinished directory do not overlap the source.
 
     Args:
-        source: directory that is read.
-        target: the final directory.
-        may_be_inside: whether the target may be inside the source, for sources of which only top-level files
-            are read.
+        source: directory to read.
+        target: directory to create.
+        may_be_inside: the target may be inside the source, because only top-level files of it are read.
 
     Raises:
-        ConversionError: one directory is, or is in, the other.
+        ConversionError: one directory is, or contains, the other.
     """
     one = source.resolve()
     for other in (target.resolve(), _partial(target).resolve()):
@@ -358,16 +360,17 @@ def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> N
 
 
 def check_target(target: Path, overwrite: bool, others_in: Callable[[Path], list[str]]) -> None:
-    """Refuse a target that may not be created or replaced. An empty directory is accepted.
+    """Check that a target may be created or replaced. An empty directory is accepted.
 
     Args:
-        target: the final directory.
-        overwrite: whether an existing directory of the right kind may be replaced.
-        others_in: returns what in an existing, non-empty directory is not of that kind; nothing allows it.
+        target: directory to create.
+        overwrite: an existing directory may be replaced if ``others_in`` returns nothing for it.
+        others_in: returns the files in a directory that must not be replaced.
 
     Raises:
         ConversionError: the target may not be written.
     """
+    # A link counts as no directory, so that the directory that it leads to is never removed.
     is_directory = target.is_dir() and not target.is_symlink()
     if not os.path.lexists(target) or (is_directory and not any(target.iterdir())):
         return
@@ -385,10 +388,10 @@ def check_target(target: Path, overwrite: bool, others_in: Callable[[Path], list
 
 
 def others_than(known: re.Pattern[str], needed: str, directory: Path) -> list[str]:
-    """Return what in a directory its command has not written, for ``check_target``.
+    """Return the files of a directory that a command has not written, for ``check_target``.
 
     Args:
-        known: pattern of the paths in the directory that the command writes.
+        known: pattern of the paths that the command writes.
         needed: name of a file that only this command writes.
         directory: an existing directory.
     """
@@ -406,27 +409,25 @@ _CONVERTED = re.compile(
     rf"\.metadata|metadata\.json|common\.pt|__[^/]*\.distcp|{re.escape(MANIFEST_FILE)}"
     rf"|{HF_DIRECTORY}/({TEMPLATES_DIRECTORY}/)?[^/]+"
 )
-# A checkpoint of a run has no manifest of a conversion.
+# Checkpoints of training runs have no conversion manifest, so they are never overwritten.
 others_than_converted = functools.partial(others_than, _CONVERTED, MANIFEST_FILE)
 
 
 def follow_umask(directory: Path, written: Path) -> None:
-    """Give the files of a directory the mode that the umask gives, since safetensors, and some tokenizers,
-    make their files private.
+    """Give the files of a directory the default mode. safetensors and some tokenizers create private files.
 
     Args:
         directory: directory of the files.
-        written: a file whose mode the umask determined.
+        written: a file with the mode that the umask gives.
     """
-    # Take the mode from an existing file: the umask can only be read by setting it, which other threads would
-    # notice.
+    # The umask can only be read by changing it, which would affect other threads.
     mode = stat.S_IMODE(written.stat().st_mode)
     for path in filter(Path.is_file, directory.rglob("*")):
         path.chmod(mode)
 
 
 def _size_on_disk(directory: Path) -> int:
-    """Return the bytes that a directory takes on disk; files may be sparse."""
+    """Return the allocated bytes of a directory's files, which may be sparse."""
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
 
 
@@ -446,5 +447,5 @@ def put_in_place(partial: Path, target: Path) -> None:
         raise
     fsync_directory(target.parent)
     if existed:
-        # The new directory is in place, so that a failure to remove the old one must not fail the conversion.
+        # The new directory is in place, so a failure to delete the old one is harmless.
         shutil.rmtree(aside, ignore_errors=True)

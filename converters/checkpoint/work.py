@@ -1,4 +1,4 @@
-"""Execution of a conversion's pieces in threads, within a memory limit, with progress reports."""
+"""Run the pieces of a conversion in threads, within a memory limit, and report progress."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from converters.errors import ConversionError
 from converters.files.process import status_bytes
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of a tensor that are handled at a time. The number is fixed, because files must not depend on memory
-or workers."""
+"""Bytes of a tensor that are processed at a time. Constant, so that the output does not depend on memory or
+threads."""
 READ_BYTES = CHUNK_BYTES // 2
-"""Bytes of a tensor that are read at a time, in the stored dtype, which may be wider than the written
-dtype."""
+"""Bytes of a tensor that are read at a time, in the stored dtype, which may be wider than the written one."""
 BYTES_A_WORKER = 5 * CHUNK_BYTES
-"""Memory that a worker may use: a chunk as it is written, its serialised form, and the data read for it, in
-several dtypes and, if an adapter is merged, in float32."""
+"""Memory that a thread may use: a chunk, its serialised form, and the data read for it, in several dtypes
+and, for a merged adapter, in float32."""
 _SECONDS_BETWEEN_LINES = 5.0
 _M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
 Answer = tuple[int, dict[str, Any], str]
-"""Result of a command: exit code, facts for JSON, text for the terminal."""
+"""Result of a command: exit code, summary for JSON, text for the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a conversion that do not affect its output.
+    """Options of a conversion that do not change its output.
 
     Attributes:
         workers: number of threads.
-        max_memory: limit of resident memory in bytes, or None for no limit. Fewer workers run if not all fit.
-            A program that uses this as a library stays within the limit if it has called
-            ``give_memory_back``.
-        overwrite: whether to replace an existing checkpoint of the kind that is written.
-        progress: stream for progress reports; None reports nothing.
-        part: number of this part of the work, counted from 1, and the number of parts; None for all of the
-            work. The last part to finish completes the directory.
+        max_memory: limit of resident memory in bytes; None for no limit. Reduces the number of threads if
+            necessary. A program that uses this library must call ``give_memory_back`` to stay within the
+                limit.
+        overwrite: replace an existing checkpoint of the same kind.
+        progress: stream for progress reports; None for none.
+        part: (number of this part from 1, number of parts); None for all of the work. The part that finishes
+            last completes the directory.
     """
 
     workers: int = 2
@@ -57,7 +56,7 @@ class RunOptions:
     part: tuple[int, int] | None = None
 
     def has(self, number: int) -> bool:
-        """Return whether the file of this number belongs to this part of the work."""
+        """Return whether a file belongs to this part of the work."""
         return self.part is None or number % self.part[1] == self.part[0] - 1
 
     def parts_to_wait_for(
@@ -66,13 +65,13 @@ class RunOptions:
         check: Callable[[list[dict[str, Any]]], None],
         incomplete: Callable[[], Iterable[int]],
     ) -> tuple[int, ...]:
-        """Return the parts that are not finished. Once all are finished, read their files, and return the
-        parts whose files have changed since.
+        """Return the parts that are not finished. If all are finished, verify their files, and return the
+        parts with damaged files.
 
         Args:
-            others: records of each other finished part, by its number.
-            check: compares records with the files.
-            incomplete: returns the numbers of files that are incomplete after this check.
+            others: part -> its records, for the other finished parts.
+            check: verifies the files with these records.
+            incomplete: returns the numbers of incomplete files after ``check``.
         """
         if self.part is None:
             return ()
@@ -86,7 +85,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of work: its size in bytes, for the progress, and the function that does it."""
+    """A unit of work: its size in bytes for the progress, and the function that does it."""
 
     size: int
     run: Callable[[], None]
@@ -101,10 +100,11 @@ class ConversionResult:
         tensors: number of tensors written.
         size: bytes of these tensors.
         resumed: bytes that an earlier run had written.
-        workers: number of threads that ran.
+        workers: number of threads used.
         peak_memory: peak resident memory in bytes.
         notes: notes of the manifest.
-        waits_for: parts that are not finished, so that the directory does not exist yet; empty once it does.
+        waits_for: unfinished parts, without which the directory does not exist yet; empty when it is
+            complete.
     """
 
     target: Path
@@ -118,27 +118,26 @@ class ConversionResult:
 
 
 def give_memory_back() -> None:
-    """Make the C library return every larger memory block to the system once it is free, for the rest of the
-    process.
+    """Make glibc return freed blocks of 1 MiB or more to the system at once, for the rest of the process.
 
-    By default glibc keeps blocks of the size of the first chunks, and a process holds up to twice the memory
-    that it uses. With other C libraries this does nothing.
+    By default glibc keeps freed blocks of a chunk's size, and a process holds up to twice the memory that it
+    uses. No effect with other C libraries.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def workers_within(wanted: int, max_memory: int | None) -> int:
-    """Return how many workers fit into ``max_memory`` bytes, at most ``wanted``.
+    """Return the number of threads that fit into ``max_memory`` bytes, at most ``wanted``.
 
     Raises:
-        ConversionError: not even one worker fits.
+        ConversionError: not even one thread fits.
     """
     if wanted < 1:
         raise ConversionError(f"workers = {wanted}: at least one is needed", "pass --workers 1 or more")
     if max_memory is None:
         return wanted
-    # The limit includes the memory that torch and the headers hold already.
+    # The limit covers the whole process, including torch and the headers.
     resident = status_bytes("VmRSS")
     fit = (max_memory - resident) // BYTES_A_WORKER
     if fit < 1:
@@ -151,10 +150,10 @@ def workers_within(wanted: int, max_memory: int | None) -> int:
 
 
 def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> None:
-    """Run all pieces. The first failure stops the pieces that have not begun.
+    """Run all pieces in threads. After a failure, pieces that have not started are skipped.
 
     Raises:
-        ConversionError: raised by a piece, or in the place of an error of the file system.
+        ConversionError: a piece failed, or writing to the file system failed.
     """
     stop = threading.Event()
 
@@ -172,7 +171,7 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
         futures = [pool.submit(one, piece) for piece in pieces]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-        # Ctrl-C arrives here. When the pool closes it waits for all its pieces, which end at once after this.
+        # Ctrl-C is raised here. The pool waits for its pieces when it closes; after this they return at once.
         except BaseException:
             stop.set()
             raise
@@ -185,13 +184,13 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
 
 
 class Progress:
-    """Progress in bytes, with the remaining time: a line that is rewritten on a terminal, or a line every few
-    seconds elsewhere.
+    """Reports progress in bytes and the remaining time: one line that is rewritten on a terminal, else a line
+    every few seconds.
 
     Args:
         total: bytes of all work.
         label: name of the work.
-        stream: stream to write to; None writes nothing.
+        stream: output; None for none.
     """
 
     def __init__(self, total: int, label: str, stream: TextIO | None = sys.stderr) -> None:
@@ -207,7 +206,7 @@ class Progress:
             self._stream.flush()
 
     def skip(self, size: int) -> None:
-        """Count bytes that an earlier run finished."""
+        """Count bytes that an earlier run has finished."""
         self._done += size
         self._skipped += size
 
@@ -222,7 +221,7 @@ class Progress:
                 self._write(now, terminal)
 
     def finish(self) -> None:
-        """Finish the line on a terminal."""
+        """End the line on a terminal."""
         if self._stream is not None and self._stream.isatty():
             self._write(time.monotonic(), True)
             self._stream.write("\n")
@@ -230,7 +229,7 @@ class Progress:
     def _write(self, now: float, terminal: bool) -> None:
         if self._stream is None:
             return
-        # Subtract the work of an earlier run, which took no time in this one.
+        # Work of an earlier run took no time in this one.
         rate = (self._done - self._skipped) / max(now - self._begun, 1e-9)
         left = (self._total - self._done) / rate if rate > 0 else 0.0
         line = (
@@ -248,7 +247,7 @@ def _clock(seconds: float) -> str:
 
 
 def row_ranges(shape: Sequence[int], itemsize: int, most: int | None = None) -> Iterable[tuple[int, int]]:
-    """Return ranges of a tensor's rows, of at most ``most`` bytes each but at least one row. None means the
-    size of a chunk."""
+    """Yield row ranges of a tensor, of at most ``most`` bytes but at least one row. None means
+    CHUNK_BYTES."""
     step = max(1, (CHUNK_BYTES if most is None else most) // max(math.prod(shape[1:]) * itemsize, 1))
     return ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))

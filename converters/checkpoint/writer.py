@@ -1,5 +1,5 @@
-"""Writer of a Hugging Face checkpoint directory from a stream of tensors. It writes the directory atomically
-and holds at most one shard in memory."""
+"""Write a Hugging Face checkpoint directory from a stream of tensors, atomically, with at most one shard in
+memory."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ def write_hf(
     *,
     max_shard_bytes: float = _DEFAULT_SHARD_BYTES,
 ) -> Path:
-    """Write the weights of a model and, by ``beside``, the files next to them.
+    """Write a checkpoint directory.
 
-    Everything is first written into a sibling directory, flushed to disk, and then renamed. Until that rename
-    ``out_dir`` is untouched; on any error the sibling is removed.
+    Files are written to a temporary directory next to the target, flushed to disk, and renamed at the end. On
+    an error the temporary directory is deleted, and ``out_dir`` is untouched.
 
     Args:
-        stream: names and tensors; consumed one by one and copied, so that the producer may reuse its buffers.
-        out_dir: directory to create, together with missing parents.
-        beside: function that writes ``config.json`` and all other files into the directory it is given, with
-            the dtype of most bytes.
-        max_shard_bytes: size limit of a safetensors file, in bytes of tensor data. A single larger tensor
-            gets its own file.
+        stream: (name, tensor) pairs. Each tensor is copied, so the producer may reuse its buffer.
+        out_dir: directory to create, with its parents.
+        beside: writes ``config.json`` and all other files. Called with the temporary directory and the dtype
+            that has the most bytes.
+        max_shard_bytes: maximum bytes of tensor data per file; a larger tensor gets a file of its own.
 
     Returns:
-        ``out_dir`` as a path.
+        ``out_dir`` as an absolute path.
 
     Raises:
         ConversionError: the target exists, or a name is repeated.
@@ -54,7 +53,7 @@ def write_hf(
             f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Nothing is resumed here: each attempt has its own directory, and removes it on failure.
+    # A stream cannot be resumed, so each attempt has its own directory.
     partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
     partial.mkdir()
     try:
@@ -63,8 +62,9 @@ def write_hf(
             shards.add(name, tensor)
         shards.finish()
         beside(partial, main_dtype(shards.sizes))
-        # config.json was created by an ordinary open, so that it has the mode that the umask gives.
+        # ``config.json`` was created with the default mode.
         follow_umask(partial, partial / "config.json")
+        # All files must be on disk before the rename makes the directory visible.
         fsync_tree(partial)
         put_in_place(partial, target)
     except BaseException:
@@ -74,7 +74,7 @@ def write_hf(
 
 
 class _ShardWriter:
-    """Writer that collects tensors up to the size of a shard, and writes one shard after another."""
+    """Collects tensors up to the size of a shard, and writes one shard after the other."""
 
     def __init__(self, directory: Path, max_shard_bytes: float) -> None:
         self._directory = directory
@@ -86,22 +86,24 @@ class _ShardWriter:
         self.sizes: list[tuple[torch.dtype, int]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into the pending shard, after writing that shard if the tensor does not fit."""
+        """Copy a tensor to the pending shard. If it does not fit, write that shard first."""
         if name in self._shard_of:
             raise ConversionError(
                 f"tensor {name!r} comes twice in the stream",
                 "let every parameter be emitted by one rank only",
             )
         size = tensor.numel() * tensor.element_size()
+        # A tensor that exceeds the limit gets a shard of its own.
         if self._pending and self._pending_bytes + size > self._max_shard_bytes:
             self._write_shard()
+        # Copy even a CPU tensor, because the stream may reuse its buffer for the next one.
         self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._shard_of[name] = self._shard_count
         self._pending_bytes += size
         self.sizes.append((tensor.dtype, size))
 
     def finish(self) -> None:
-        """Write the last shard, rename the files to their final names, and write the index if there are
+        """Write the last shard, give the files their final names, and write the index if there are
         several."""
         if not self._shard_of:
             raise ConversionError("the stream of tensors is empty", "pass the parameters of the model")
@@ -109,7 +111,7 @@ class _ShardWriter:
         if self._shard_count == 1:
             rename_surely(self._part_path(0), self._directory / "model.safetensors")
             return
-        # Rename the shards at the end: each name contains the number of shards, which is known only now.
+        # The final names contain the number of shards, which is known only now.
         names = [
             f"model-{number:05d}-of-{self._shard_count:05d}.safetensors"
             for number in range(1, self._shard_count + 1)

@@ -1,4 +1,4 @@
-"""The convertible model families, by the ``model_type`` of their Hugging Face config."""
+"""The supported model families, by the ``model_type`` of their Hugging Face config."""
 
 from __future__ import annotations
 
@@ -55,15 +55,14 @@ _FAMILIES = (
 _known = {family.model_type: family for family in _FAMILIES}
 _BUILT_IN = frozenset(_known)
 FAMILIES: Mapping[str, Family] = MappingProxyType(_known)
-"""Families by ``model_type``, including user-defined ones once they are registered."""
+"""``model_type`` -> family, including registered user-defined families."""
 
 
 def register_family(family: Family) -> None:
-    """Register a user-defined family (``converters.family_file``). A family registered earlier under the same
-    name is replaced.
+    """Register a user-defined family (``converters.family_file``). Replaces an earlier one of the same name.
 
     Raises:
-        ConversionError: the package has a family of that name.
+        ConversionError: a built-in family has this name.
     """
     if family.model_type in _BUILT_IN:
         raise ConversionError(
@@ -74,7 +73,7 @@ def register_family(family: Family) -> None:
 
 
 def is_built_in(family: Family) -> bool:
-    """Return whether a family is part of this package."""
+    """Return whether a family is built in."""
     return family.model_type in _BUILT_IN
 
 
@@ -83,10 +82,10 @@ def family_of(model_type: object, architectures: object = None) -> Family:
 
     Args:
         model_type: ``model_type`` of the config.
-        architectures: ``architectures`` of the config, by which the error can name a similar family.
+        architectures: ``architectures`` of the config; used to suggest a similar family in the error.
 
     Raises:
-        ConversionError: there is no family of that name.
+        ConversionError: the family is not supported.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is not None:

@@ -1,4 +1,4 @@
-"""Interface of a model family."""
+"""Definition of a model family: how its config is read, and the rules of its parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Optional tensors of the layers of a model."""
+    """Optional tensors in a model's layers."""
 
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -35,12 +35,11 @@ PLAIN = Features()
 
 
 def features_of(config: Config, **keys: str | bool) -> Features:
-    """Read the optional tensors from a config.
+    """Read which optional tensors a model has.
 
     Args:
-        config: config with the defaults of its family filled in.
-        **keys: for each feature, the config key that enables it, or whether the family always has it; omitted
-            features are off.
+        config: config with the family's defaults filled in.
+        **keys: feature -> config key that enables it, or a constant; omitted features are off.
     """
     return Features(
         **{name: key if isinstance(key, bool) else bool(config.get(key)) for name, key in keys.items()}
@@ -48,19 +47,19 @@ def features_of(config: Config, **keys: str | bool) -> Features:
 
 
 def read_nothing(*_: object) -> None:
-    """Return None: the default reader for parts that a family does not have."""
+    """Return None; default reader for parts that a family does not have."""
     return None
 
 
 def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bool) -> tuple[int | None, ...]:
-    """Return the window of each layer, in tokens. A token sees itself and the ``window - 1`` tokens before
-    it; None means all tokens before it.
+    """Return the attention window of each layer in tokens, including the token itself; None for full
+    attention.
 
     Args:
-        config: config with the defaults of its family filled in.
-        num_layers: number of layers of the model.
-        uniform: whether ``sliding_window`` applies to every layer.
-        by_layer: whether ``sliding_window`` applies only to the layers that ``layer_types`` lists. Without
+        config: config with the family's defaults filled in.
+        num_layers: number of layers.
+        uniform: ``sliding_window`` applies to every layer.
+        by_layer: ``sliding_window`` applies to the layers that ``layer_types`` lists. Without
             ``layer_types``, transformers' defaults apply: with ``max_window_layers`` the layers from that
             index on, with ``uniform`` all layers, otherwise every other layer, starting with the first.
     """
@@ -69,6 +68,7 @@ def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bo
         return (None,) * num_layers
     if not by_layer:
         return (window,) * num_layers
+    # Newer configs list the type of each layer, older ones give the first layer with a window, or neither.
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
         sliding = [kind == "sliding_attention" for kind in kinds]
@@ -80,8 +80,7 @@ def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bo
 
 
 NESTED_PREFIX = "model.language_model."
-"""Prefix of the text model's tensor names in a checkpoint of a vision-language model, which replaces
-``model.``."""
+"""Prefix, instead of ``model.``, of the text model's tensors in checkpoints of vision-language models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +88,36 @@ class Family:
     """A model family.
 
     Attributes:
-        model_type: name of the family in its configs.
-        architecture_class: causal language model class named in ``config.architectures``.
-        config_keys: config keys that only this family has and that ``read_features`` or the window check
-            consume.
-        read_features: reads the optional tensors from the config, a mapping; by default there are none.
-        model_rules: rules of the parameters outside the layers, embedding first; by default those of a plain
+        model_type: ``model_type`` in its configs.
+        architecture_class: causal language model class in ``config.architectures``.
+        config_keys: config keys specific to this family that its readers use.
+        read_features: reads the optional tensors from a config; by default there are none.
+        model_rules: rules of the parameters outside of layers, embedding first; by default of a plain
             decoder.
-        layer_rules: rules of one layer, by its global index; by default those of a plain decoder.
-        read_mixture: reads the experts from the config and the number of layers, and appends problems to the
+        layer_rules: rules of a layer, by its global index; by default of a plain decoder.
+        read_mixture: reads the experts from the config and the number of layers; appends problems to the
             list.
-        has_uniform_window: ``sliding_window``, if set, applies to every layer. With ``has_layer_windows`` it
-            applies to the layers that ``layer_types`` lists, or to every layer if there is no list.
-        read_latent_attention: reads the latent attention from the config, and appends problems to the list.
-        read_gated_delta: reads the gated delta nets from the config and the number of layers, and appends
-            problems to the list.
-        read_vision: reads the vision tower from the config, and appends problems to the list. A family with a
-            tower nests the config of its text in ``text_config``, and names the text's tensors by
-            ``NESTED_PREFIX``.
-        may_be_nested: whether transformers saves the tensors of a text-only model under these names if it was
-            loaded from a vision-language model.
-        zero_centered_norms: whether norms multiply by 1 + weight.
-        may_predict_further: whether a model may have prediction layers after its ordinary layers
+        has_uniform_window: ``sliding_window`` applies to every layer. Together with ``has_layer_windows``,
+            only if there is no ``layer_types``.
+        read_latent_attention: reads latent attention from the config; appends problems to the list.
+        read_gated_delta: reads gated delta nets from the config and the number of layers; appends problems to
+            the list.
+        read_vision: reads the vision tower from the config; appends problems to the list. Families with a
+            tower nest the text config in ``text_config``, and the text tensors under ``NESTED_PREFIX``.
+        may_be_nested: transformers uses ``NESTED_PREFIX`` for a text-only model that was loaded from a
+            vision-language model.
+        zero_centered_norms: norms multiply by 1 + weight.
+        may_predict_further: a model may have multi-token-prediction layers
             (``converters.model_config.prediction_layers``).
-        predicts_in_mtp: whether prediction layers have Qwen's names and number (``read_mtp_layers``).
-        has_layer_windows: whether ``sliding_window`` applies only to the layers that ``layer_types`` lists.
+        predicts_in_mtp: these layers have Qwen's names and config key (``read_mtp_layers``).
+        has_layer_windows: ``sliding_window`` applies to the layers that ``layer_types`` lists.
         read_gate_limit: reads the clamp of the gated MLP's factors from the config (``Architecture``).
-        rotates_partly: whether rotary embedding may skip a part of each head (``partial_rotary_factor``).
-        rotates_in_sections: for vision-language models, see ``read_rope``.
-        config_like: ``model_type`` of the transformers config class that completes a ``config.json``, for a
-            family unknown to transformers; without it, the ``config.json`` has to be complete.
-        defaults: that class's defaults for the keys that decide which tensors exist, for code that reads a
-            ``config.json`` without transformers. Sizes have no defaults, since every ``config.json`` has
-            them.
+        rotates_partly: rotary embedding may skip a part of each head (``partial_rotary_factor``).
+        rotates_in_sections: see ``read_rope``; for vision-language models.
+        config_like: for a family that transformers does not know: ``model_type`` of the config class that
+            provides defaults. None if ``config.json`` must be complete.
+        defaults: that class's defaults for keys that decide which tensors exist, for reading a
+            ``config.json`` without transformers.
     """
 
     model_type: str

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and -V2-Lite: latent attention, and after the first layers a mixture of experts with a softmax
-router."""
+"""DeepSeek-V2 and -V2-Lite: latent attention; mixture of experts with a softmax router after the first
+layers."""
 
 from __future__ import annotations
 

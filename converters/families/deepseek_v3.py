@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and -R1: latent attention, a mixture of experts after the first layers, and prediction
+"""DeepSeek-V3 and -R1: latent attention, mixture of experts after the first layers, multi-token-prediction
 layers."""
 
 from __future__ import annotations

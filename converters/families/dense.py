@@ -1,5 +1,4 @@
-"""Rules of the plain decoder that the dense families share: grouped-query attention, gated MLP, RMS norms
-before each block."""
+"""Rules of the plain decoder that dense families share: grouped-query attention, gated MLP, RMS norms."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     """Return the rules of embedding, final norm and output layer.
 
-    A tied model has a rule for its output layer too, for the last pipeline stage, which holds a copy of the
-    embedding; the rule emits nothing.
+    A tied model has a rule for its output layer too, because the last pipeline stage stores a copy of the
+    embedding; this rule writes no Hugging Face tensor.
     """
     embedding = HuggingFaceTensor("model.embed_tokens.weight", (facts.vocab_size, facts.hidden_size))
     head = HuggingFaceTensor("lm_head.weight", embedding.shape)
@@ -26,17 +25,19 @@ def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     return (
         Rule("embedding.word_embeddings.weight", Kind.VOCAB, (embedding,)),
         *module_rules("decoder.final_layernorm", Kind.REPLICATED, {"model.norm": (facts.hidden_size,)}),
+        # With pipeline parallelism, the last stage has a copy of a tied embedding, which must not be exported
+        # a second time.
         Rule("output_layer.weight", Kind.VOCAB, (embedding if tied else head,), emits=not tied),
     )
 
 
 def layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    """Return the rules of all parameters of one layer, in forward order."""
+    """Return the rules of all parameters of a layer, in forward order."""
     return (*attention_rules(facts, layer), *_mlp_rules(facts, layer))
 
 
 def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
-    """Yield the rules of the layer's mixer, with the norms before and after it."""
+    """Yield the rules of a layer's token mixer and the norms around it."""
     hidden, megatron, prefix = facts.hidden_size, f"decoder.layers.{layer}.", f"model.layers.{layer}."
     yield from module_rules(
         f"{megatron}input_layernorm", Kind.REPLICATED, {f"{prefix}input_layernorm": (hidden,)}
@@ -44,7 +45,7 @@ def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     yield from MIXERS[facts.kind_of(layer).mixer](facts, layer)
     if facts.sinks:
         sinks = HuggingFaceTensor(f"{prefix}self_attn.sinks", (facts.num_attention_heads,))
-        # Sinks are one logit for each head, and are sharded like the heads.
+        # One logit per head, sharded like the heads.
         yield Rule(f"{megatron}self_attention.core_attention.softmax_offset", Kind.COLUMN, (sinks,))
     yield from module_rules(
         f"{megatron}pre_mlp_layernorm", Kind.REPLICATED, {f"{prefix}post_attention_layernorm": (hidden,)}
@@ -55,7 +56,7 @@ def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     hidden, head_dim = facts.hidden_size, facts.head_dim
     query, key = facts.num_attention_heads * head_dim, facts.num_key_value_heads * head_dim
     megatron, prefix = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
-    # The query projection also computes the gates of the output.
+    # The query projection also computes the gates of the attention output.
     heads = {"q": query * (1 + facts.output_gate), "k": key, "v": key}
     projections = {f"{prefix}{letter}_proj": (width, hidden) for letter, width in heads.items()}
     rules = module_rules(f"{megatron}linear_qkv", Kind.QKV, projections, bias=facts.qkv_bias)
@@ -74,8 +75,8 @@ def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
 
 
 def _with_gates(rule: Rule, facts: ModelFacts) -> Rule:
-    """Return the query-key-value rule for attention with a gated output. Hugging Face stores each gate after
-    its query head; Megatron-Core stores a group's gates after all of the group's query heads."""
+    """Return the QKV rule for attention with an output gate. Hugging Face stores a gate after each query
+    head; Megatron-Core stores all gates of a group after all its query heads."""
     groups, width = facts.num_key_value_heads, facts.head_dim
     heads = facts.num_attention_heads // groups
     # In the rows of a group, query head h begins at 2h widths, and its gate follows one width later.
@@ -91,7 +92,7 @@ MIXERS: Mapping[str, Callable[[ModelFacts, int], Iterator[Rule]]] = {
     "latent": latent.attention_rules,
     "gated_delta": gated_delta.mixer_rules,
 }
-"""Rules of the token mixer of a layer, by ``LayerKind.mixer``."""
+"""``LayerKind.mixer`` -> rules of the token mixer."""
 
 
 def _mlp_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:

@@ -1,4 +1,4 @@
-"""dots.llm1: attention as in Qwen3, with windows by layer, and DeepSeek-V3's mixture of experts after the
+"""dots.llm1: Qwen3's attention with windows in some layers, and DeepSeek-V3's mixture of experts after the
 first layers."""
 
 from __future__ import annotations

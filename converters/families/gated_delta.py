@@ -1,9 +1,8 @@
-"""Rules of gated delta nets. Their sizes are in ``converters.model_config.gated_delta``.
+"""Rules of gated delta nets (dimensions: ``converters.model_config.gated_delta``).
 
-The input projection is one matrix, as in Megatron-Core, but ordered by heads: for each key head its query,
-key, values, the values' gates and the two gates of each value head. A tensor-parallel rank therefore has
-contiguous rows that belong together, as in the query-key-value matrix of attention, and a checkpoint can be
-read with any number of ranks.
+The input projection is one matrix as in Megatron-Core, but ordered by key head: query, key, values, gates of
+the values, and the two gates of each value head. So a tensor-parallel rank has consecutive rows, as with QKV
+matrices, and a checkpoint can be loaded with any tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
-    """Yield the rules of a gated delta net, without the preceding norm."""
+    """Yield the rules of a gated delta net, without the norm before it."""
     net, hidden = facts.gated_delta, facts.hidden_size
     assert net is not None, facts.family
     megatron, prefix = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
+    # Sizes of one group of rows: each key head has its own queries, keys, values and gates.
     heads, keys, values, gates = (
         net.key_heads,
         net.key_width,
@@ -63,13 +63,17 @@ def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
 
 
 def _rows_of_groups(parts: tuple[tuple[int, ...], ...], groups: int) -> tuple[GroupRows, ...]:
-    """Return the rows of a group, part by part. ``parts`` gives, for each tensor, the rows of a group in each
-    of its consecutive sections."""
+    """Return the rows of one group.
+
+    Args:
+        parts: for each tensor, the rows per group in each of its consecutive sections.
+        groups: number of groups.
+    """
     found = []
     for part, widths in enumerate(parts):
         start = 0
         for width in widths:
             found.append(GroupRows(part, start, width, width))
-            # A section has the rows of all groups, one after the other.
+            # A section contains the rows of all groups, one after the other.
             start += groups * width
     return tuple(found)

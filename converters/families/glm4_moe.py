@@ -1,5 +1,5 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6: grouped-query attention that rotates a part of each head, and DeepSeek's
-mixture of experts in all but the first layers."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6: grouped-query attention with partial rotary embedding, and DeepSeek's
+mixture of experts after the first layers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """GPT-OSS: biases everywhere, attention sinks, windows in some layers, and experts with a clamped gate in
 every layer.
 
-All experts of a layer are stored together and transposed, with alternating rows of gate and up. Weights
-quantised to MXFP4 (``*_blocks`` and ``*_scales``) are not transposed; a source that dequantises them returns
-them under the name of the blocks.
+Experts of a layer are stored stacked and transposed, with gate and up rows interleaved. MXFP4 weights
+(``*_blocks`` and ``*_scales``) are not transposed; the dequantising source returns them under the name of the
+blocks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
 
 _NAMES = MixtureNames(router="router")
-# This is the factor inside the sigmoid of Megatron-Core's gate, which its settings cannot change.
+# Factor inside the sigmoid of the gate; a constant in Megatron-Core.
 _ALPHA = 1.702
 
 
 def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    """Return the rules of all parameters of one layer, in forward order."""
+    """Return the rules of all parameters of a layer, in forward order."""
     assert facts.mixture is not None
     return (
         *dense.attention_rules(facts, layer),
@@ -40,8 +40,7 @@ def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
 def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> Iterator[Rule]:
     hidden, width, experts = facts.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
     block = f"model.layers.{layer}.mlp.experts"
-    # Each tuple gives: name, stored tensor, shape of the matrix, its first row in the stored tensor, and the
-    # step from one row to the next.
+    # (name, stored tensor, shape of the matrix, its first row in the stored tensor, step between its rows).
     gate, up = (
         ("gate_proj", "gate_up_proj", (width, hidden), 0, 2),
         ("up_proj", "gate_up_proj", (width, hidden), 1, 2),
@@ -51,8 +50,11 @@ def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> I
     def matrix(
         expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int
     ) -> HuggingFaceTensor:
-        """Return a matrix whose rows are every ``step``-th column of the stored matrix, from ``start`` on."""
+        """Return an expert's matrix, whose rows are every ``step``-th column of the stored matrix, from
+        ``start`` on."""
         rows, columns = shape[0] * step, shape[1]
+        # Published checkpoints store MXFP4 blocks as [out, in]; other checkpoints of transformers store [in,
+        # out].
         places = (
             TensorLocation(
                 f"{block}.{stored}", (experts, columns, rows), expert, start, step, transposed=True
@@ -117,12 +119,12 @@ FAMILY = Family(
         {
             "attention_bias",
             "experts_per_token",
-            # It repeats original_max_position_embeddings of rope_scaling, which transformers reads instead.
+            # Repeats original_max_position_embeddings of rope_scaling, which transformers reads instead.
             "initial_context_length",
             "layer_types",
             "num_experts_per_tok",
             "num_local_experts",
-            # This key and the next concern the loss that transformers computes from labels.
+            # This key and the next concern a loss that transformers computes from labels.
             "output_router_logits",
             "router_aux_loss_coef",
             "sliding_window",

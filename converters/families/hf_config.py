@@ -1,4 +1,4 @@
-"""The transformers config of a model, including built-in families that transformers knows only by another
+"""Load the transformers config of a model, also for built-in families that transformers knows by another
 name."""
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from converters.families.base import Family
 
 
 def config_class_name(family: Family) -> str | None:
-    """Return the ``model_type`` of transformers' config class for a family, or None if there is no such
-    class."""
+    """Return the ``model_type`` of transformers' config class for a family, or None if there is none."""
     from transformers import CONFIG_MAPPING
 
     return family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
 
 
 def renamed_class(model_type: object) -> str | None:
-    """Return transformers' name for a built-in family that it knows only by another name, or None.
+    """Return transformers' ``model_type`` for a built-in family that it knows by another name, else None.
 
-    A user-defined family gives None, because it computes something else than the class that completes its
-    config.
+    User-defined families give None: their model differs from the class that completes their config.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     name = None if family is None or not is_built_in(family) else config_class_name(family)
@@ -32,31 +30,32 @@ def renamed_class(model_type: object) -> str | None:
 
 
 def make_hf_config(content: Mapping[str, Any]) -> Any:
-    """Return the transformers config of a parsed ``config.json``, which is not modified."""
+    """Build the transformers config for the contents of a ``config.json``."""
     from transformers import AutoConfig
 
-    # Copy the content, because config classes of transformers keep and change what they are given.
+    # Config classes of transformers keep and modify their arguments, so copy.
     options = copy.deepcopy({key: value for key, value in content.items() if key != "model_type"})
     renamed = renamed_class(content.get("model_type"))
     if renamed is not None:
-        # Use transformers' own class, and do not run the code that the file names.
+        # Use transformers' class instead of the code that the file refers to.
         options.pop("auto_map", None)
     return AutoConfig.for_model(renamed or content["model_type"], **options)
 
 
 def read_hf_config(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Read the ``config.json`` of a model.
+    """Load the ``config.json`` of a model.
 
-    transformers refuses a ``model_type`` that it does not know, or runs the code in the model's directory.
-    Neither happens for a built-in family that renames a known one (Kimi-K2 is DeepSeek-V3).
+    For an unknown ``model_type`` transformers raises, or runs code from the model's directory. A built-in
+    family that renames a known one (Kimi-K2 is DeepSeek-V3) avoids both.
 
     Args:
         place: directory or hub id of the model.
-        trust_remote_code: whether to run code that comes with the model, if transformers does not know it.
+        trust_remote_code: run the model's own code if transformers does not know it.
         **options: options of ``from_pretrained``.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
+    # Read the plain content first: AutoConfig knows a renamed family only by transformers' name.
     content, _ = PreTrainedConfig.get_config_dict(place, **options)
     if renamed_class(content.get("model_type")) is not None:
         return make_hf_config(content)

@@ -1,5 +1,5 @@
-"""Kimi-K2: DeepSeek-V3 under a name that transformers does not know; the code next to its weights is not
-needed."""
+"""Kimi-K2: DeepSeek-V3 with a ``model_type`` that transformers does not know. The code next to its weights is
+not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of latent attention. Its sizes are in ``converters.model_config.latent_attention``."""
+"""Rules of latent attention (dimensions: ``converters.model_config.latent_attention``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from converters.model_config.architecture import ModelFacts
 
 
 def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
-    """Yield the rules of latent attention, without the preceding norm."""
+    """Yield the rules of latent attention, without the norm before it."""
     latent, heads, hidden = facts.latent_attention, facts.num_attention_heads, facts.hidden_size
     assert latent is not None, facts.family
     query = heads * latent.qk_head_dim

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: no biases unless the config asks for them."""
+"""Llama 2 and 3.x: no biases unless the config enables them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ministral: Mistral with a window in the layers that ``layer_types`` lists, or in all layers without
-a list."""
+"""Ministral: Mistral with a window in the layers that ``layer_types`` lists, or in all layers without it."""
 
 from __future__ import annotations
 

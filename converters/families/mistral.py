@@ -1,4 +1,4 @@
-"""Mistral 7B and similar models: no biases; one sliding window in all layers, or none."""
+"""Mistral 7B and similar models: no biases; one sliding window for all layers, or none."""
 
 from __future__ import annotations
 

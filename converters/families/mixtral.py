@@ -1,4 +1,5 @@
-"""Mixtral: experts in every layer, no biases. The chosen probabilities are always divided by their sum."""
+"""Mixtral: experts in every layer, no biases. Probabilities of the selected experts are normalised to sum
+1."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Plain configs: a ``config.json`` completed as by transformers' config class, without transformers and
-torch.
+"""Complete a plain ``config.json`` as transformers' config class would, without transformers and torch, whose
+import takes seconds.
 
-Their import takes seconds, and most configs need neither. This module holds the defaults of the built-in
-families' config classes, and the types of value that the classes accept. A config with anything else is not
-plain, and has to be read by transformers itself. Hence a family need not be in this file; tests compare every
-entry with transformers.
+Contains the defaults and accepted types of the built-in families' config classes. Any other config is not
+plain, and must be read by transformers. So a family need not be listed here. Tests compare every entry with
+transformers.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A key of a config class: the types of value that it accepts, and its default. None means that the file
-    has to give the value."""
+    """Accepted types and default of a config key. The default is a tuple of one; None means that the file
+    must contain the key."""
 
     kinds: tuple[type, ...]
     default: tuple[Any] | None = None
 
 
 def _like(value: Any, *more: type) -> _Key:
-    """Return a key with a default, which accepts values of the default's type and of the types in
-    ``more``."""
+    """Return a key with a default. It accepts the default's type and the types ``more``."""
     return _Key((type(value), *more), (value,))
 
 
@@ -47,17 +45,15 @@ def _no_change(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigClass:
-    """Completion of a file by a family's transformers config class.
+    """Properties of a transformers config class.
 
     Attributes:
-        keys: keys in addition to those of ``_COMMON``, each as a ``_Key``, or as a default whose type is
-            accepted.
+        keys: keys in addition to ``_COMMON``: a ``_Key``, or a default whose type is accepted.
         theta: default base of the rotary embedding.
-        free: keys without a field in the class, which keeps any value and adds no default.
-        complete: changes a filled config as the class does after setting its fields.
-        divides_width: whether the class refuses a width that is not a multiple of the heads, whatever
-            ``head_dim`` is.
-        scales: whether the class has its own default for rotary scaling.
+        free: keys that are not fields of the class; it keeps any value and has no default.
+        complete: derives further values, as the class does after setting its fields.
+        divides_width: the class requires ``hidden_size`` to be a multiple of the number of heads.
+        scales: the class has its own default for rotary scaling.
     """
 
     keys: Mapping[str, Any]
@@ -83,7 +79,7 @@ _COMMON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
     "architectures": _like(None, list),
-    # These keys change neither logits nor training, but the class refuses values of another type.
+    # No effect on logits or training, but the class rejects values of another type.
     "use_cache": True,
     "is_encoder_decoder": False,
     "output_hidden_states": _like(False, _NOTHING),
@@ -105,11 +101,11 @@ _WINDOWS: Mapping[str, Any] = {
 }
 _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
-# These keys determine which class or which code runs.
+# Keys that decide which class or code runs.
 _TELLING = frozenset(
     {"id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "_attn_implementation"}
 )
-# Repositories of the hub contain these keys, which have no effect if they are false.
+# Keys in published configs that have no effect if they are false.
 _HARMLESS_IF_FALSE = frozenset({"use_mrope"})
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 2**16
@@ -133,7 +129,7 @@ def _windows(config: Config) -> None:
 
 def _qwen2_moe(config: Config) -> None:
     config["mlp_only_layers"] = config["mlp_only_layers"] or []
-    # This class writes 0 where the other classes have None.
+    # This class uses 0 where the others use None.
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else 0
     if config["layer_types"] is None:
         count, last = config["num_hidden_layers"], config["max_window_layers"]
@@ -146,7 +142,7 @@ def _qwen2_moe(config: Config) -> None:
 def _qwen3_moe(config: Config) -> None:
     config["mlp_only_layers"] = config["mlp_only_layers"] or []
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else None
-    # The class stores the number of experts under the second name, whichever name the file uses.
+    # The class stores the number of experts as num_local_experts, whichever name the file uses.
     experts = config.pop("num_experts")
     if config.get("num_local_experts") is None:
         config["num_local_experts"] = experts
@@ -191,7 +187,7 @@ _DEEPSEEK: Mapping[str, Any] = {
     "qk_nope_head_dim": _SIZE,
     "qk_rope_head_dim": _SIZE,
     "v_head_dim": _SIZE,
-    # The class derives these sizes from others.
+    # Derived from other sizes by the class.
     "head_dim": _Key((int,), (None,)),
     "qk_head_dim": _Key((int,), (None,)),
 }
@@ -322,11 +318,9 @@ PLAIN_FAMILIES: Mapping[str, _ConfigClass] = {
 
 
 def filled_config(content: Mapping[str, Any]) -> Config | None:
-    """Return a ``config.json`` with the values that transformers' config class fills in and derives, or None
-    if it is not plain.
-
-    A config is plain if transformers accepts it without a message and every value has the usual type.
-    """
+    """Return a ``config.json`` with the values that transformers' config class would add; None if it is not
+    plain. It is plain if transformers would accept it without a warning, and every value has the usual
+    type."""
     kind = PLAIN_FAMILIES.get(content["model_type"]) if isinstance(content.get("model_type"), str) else None
     if kind is None:
         return None
@@ -343,6 +337,7 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
             return None
     config |= given
     rope = _rope(content, config, kind)
+    # For None the caller uses transformers itself, whose checks also explain what is wrong.
     if rope is None or not _fits(config, kind):
         return None
     kind.complete(config)
@@ -350,7 +345,7 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
 
 
 def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozenset[str]) -> bool:
-    """Return whether the class has this key, and accepts the type of the value."""
+    """Return whether the config class has a key and accepts the type of its value."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     if name in _HARMLESS_IF_FALSE:
@@ -363,15 +358,15 @@ def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozense
     if key is None:
         known = name in free or (name in INERT_KEYS and name not in _TELLING)
         return known and type(value) in _ANYTHING.kinds
-    # Compare by identity: another ``_Key((int,))`` is equal to ``_SIZE``, but accepts 0.
+    # By identity, because another ``_Key((int,))`` is equal but accepts 0.
     if key is _SIZE and type(value) is int:
         return 1 <= value <= _LARGEST_SIZE
-    # Compare types instead of using isinstance, because True is an instance of int.
+    # Compare types, because True is an instance of int.
     return type(value) in key.kinds
 
 
 def _fits(config: Config, kind: _ConfigClass) -> bool:
-    """Return whether the config passes the class's checks of lists and of combinations of fields."""
+    """Return whether a config passes the class's checks of lists and of combinations of values."""
     layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     latent = _latent_widths(config) if kind.complete is _latent else {}
     if any(config[key] not in (None, size) for key, size in latent.items()):
@@ -392,7 +387,7 @@ def _fits(config: Config, kind: _ConfigClass) -> bool:
 
 
 def _rope(content: Mapping[str, Any], config: Config, config_class: _ConfigClass) -> Config | None:
-    """Return the rotary parameters in the format of current transformers, or None if they are not plain."""
+    """Return the rotary parameters in the format of current transformers; None if they are not plain."""
     found = list(map(content.get, ("rope_scaling", "rope_parameters")))
     theta = content.get("rope_theta", config_class.theta)
     if not all(each is None or isinstance(each, Mapping) for each in found) or type(theta) not in (

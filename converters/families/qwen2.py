@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: biases on query, key and value, never on the attention output."""
+"""Qwen2 and Qwen2.5, dense: biases on query, key and value, but not on the attention output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: attention as in Qwen2; the layers that the config selects have routed experts
-and a gated shared expert."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; routed experts and a gated shared expert in layers that the
+config selects."""
 
 from __future__ import annotations
 

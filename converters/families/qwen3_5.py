@@ -1,8 +1,8 @@
-"""Qwen3.5, dense or with experts: like Qwen3-Next, but with the projections of gated delta nets stored part
-by part.
+"""Qwen3.5, dense or with experts: like Qwen3-Next, but the projections of gated delta nets are separate
+tensors.
 
-Published checkpoints are of vision-language models. transformers loads the text part of one
-(``AutoModelForCausalLM``), and saves it with a separate ``model_type``.
+Published checkpoints are vision-language models. transformers loads the text part alone
+(``AutoModelForCausalLM``), and saves it with another ``model_type``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from converters.model_config.mixture import MixtureOfExperts, read_mixture
 from converters.model_config.prediction_layers import MTP_KEYS
 from converters.model_config.sizes import Config
 
-# These keys include ``attn_output_gate``, although the model always has this gate.
+# The model always has the output gate, whatever ``attn_output_gate`` says.
 _TEXT_KEYS = (
     gated_delta.CONFIG_KEYS | MTP_KEYS | frozenset({"attention_bias", "attn_output_gate", "mamba_ssm_dtype"})
 )
@@ -34,7 +34,7 @@ _EXPERT_KEYS = frozenset(
 
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    """Return the mixture, with experts in all layers and normalised probabilities."""
+    """Read the mixture of experts: experts in all layers, normalised probabilities."""
     shared = "shared_expert_intermediate_size"
     every = (True,) * num_layers
     return read_mixture(
@@ -73,8 +73,7 @@ SPARSE = replace(
 
 
 def _seeing(text: Family, model_type: str, architecture_class: str) -> Family:
-    """Return the vision-language family of published checkpoints, whose text belongs to the family
-    ``text``."""
+    """Return the vision-language family of published checkpoints with a given text family."""
     keys = text.config_keys | vision.CONFIG_KEYS
     return replace(
         text,

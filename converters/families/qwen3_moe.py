@@ -1,4 +1,4 @@
-"""Qwen3-MoE: attention as in Qwen3, and experts in the layers that the config selects."""
+"""Qwen3-MoE: Qwen3's attention; experts in the layers that the config selects."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta nets in three of four layers, gated attention in the others, zero-centred norms,
-routed experts, and a shared expert with a gate."""
+"""Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others,
+zero-centred norms, routed experts and a gated shared expert."""
 
 from __future__ import annotations
 

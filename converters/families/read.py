@@ -1,5 +1,5 @@
-"""Parsing of a Hugging Face config into an ``Architecture``, as its family defines it. A config that cannot
-be carried over to Megatron-Core is refused."""
+"""Parse a Hugging Face config to an ``Architecture``, as its family defines it. Configs that Megatron-Core
+cannot represent are rejected."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _INTERNALS = frozenset({"attribute_map", "sub_configs"})
 
 
 def check_raw(options: Mapping[str, Any], config_class: type) -> None:
-    """Refuse options that transformers' config class accepts unchecked and fails with later, including keys
-    that would overwrite its methods.
+    """Reject options that transformers' config class would accept and fail on later, including keys that
+    would overwrite its methods.
 
     Args:
-        options: keys and values of the file.
-        config_class: config class that the options are for.
+        options: contents of the file.
+        config_class: config class for these options.
 
     Raises:
-        ConversionError: lists every key that is not a setting, and every value of the wrong type.
+        ConversionError: lists all keys that are not settings, and all values of a wrong type.
     """
     problems = []
     for key in sorted(map(str, options)):
@@ -85,7 +85,8 @@ _DIMENSIONS = {
     "vocab_size": "vocab_size",
     "max_position": "max_position_embeddings",
 }
-# No model has more layers. converters/check.py tests what the checkpoint can hold.
+# An upper bound that stops loops over a damaged number. converters/check.py compares it with the stored
+# tensors.
 _LARGEST = {"num_layers": 2**16}
 _LARGEST_DIMENSION = 2**31 - 1
 # A value of an unexpected type can raise any of these, here and in the families. transformers has its own
@@ -108,18 +109,18 @@ _DROPOUTS = ("attention_dropout", "residual_dropout")
 
 
 def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
-    """Parse a config into the architecture of its model.
+    """Parse a config to the architecture of its model.
 
-    Every key of the config is either parsed, known to change nothing, not read by transformers
-    (``config_notes`` names such keys), or refused. Otherwise an ignored key could silently change the forward
-    pass, and the trained model would differ from the one that the config describes.
+    Every key of the config is parsed, known to have no effect, not read by transformers (``config_notes``
+    lists these), or rejected. A silently ignored key could change the forward pass, so the trained model
+    would differ from the described one.
 
     Args:
-        hf_config: a transformers config, or the parsed ``config.json`` as a mapping.
-        ignore_config_keys: further keys that the caller knows to be harmless.
+        hf_config: transformers config, or the contents of ``config.json``.
+        ignore_config_keys: further keys to ignore.
 
     Raises:
-        ConversionError: lists every reason why the model cannot be carried over.
+        ConversionError: lists all reasons why the model is not supported.
     """
     if isinstance(hf_config, Mapping):
         check_depth(hf_config, "config.json")
@@ -138,18 +139,17 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
 
 
 def read_plain(content: Mapping[str, Any]) -> Architecture | None:
-    """Parse a plain ``config.json`` into an architecture, without importing transformers.
+    """Parse a plain ``config.json`` to an architecture, without importing transformers.
 
     Returns:
-        The same architecture as ``read_architecture`` with transformers' config. None if transformers has to
-        be asked, or if the config has to be refused, so that problems are reported only by
-        ``read_architecture``.
+        The same result as ``read_architecture``. None if the config is not plain or is invalid; call
+            ``read_architecture`` then, which reports the problems.
     """
     try:
         config = filled_config(content)
         if config is None or any(
             map(config.get, _DROPOUTS)
-        ):  # The user has to be notified of a dropout (``config_notes``).
+        ):  # A dropout must be reported to the user (``config_notes``).
             return None
         return _read(config, frozenset(), None)
     except (ConversionError, *_ODD_VALUE):
@@ -157,12 +157,8 @@ def read_plain(content: Mapping[str, Any]) -> Architecture | None:
 
 
 def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> list[str]:
-    """Return notes for the user about a config that ``read_architecture`` accepts: ignored keys, and dropout
-    that is not used.
-
-    Args:
-        hf_config, ignore_config_keys: as for ``read_architecture``.
-    """
+    """Return notes for the user about an accepted config: ignored keys, and dropout that is not used.
+    Arguments as in ``read_architecture``."""
     config, config_class = _completed(hf_config)
     ignored = frozenset(ignore_config_keys)
     family = family_of(config.get("model_type"), config.get("architectures"))
@@ -183,6 +179,7 @@ def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> li
 
 def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type | None) -> Architecture:
     family = family_of(config.get("model_type"), config.get("architectures"))
+    # Collect all problems, so that one attempt shows everything to correct.
     problems = _refused_keys(config, family, ignored, config_class)
     head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)
@@ -234,11 +231,11 @@ def _prediction_layers(config: Mapping[str, Any], family: Family, problems: list
 
 
 def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
-    """Return the keys that a family lists in ``config_keys`` and does not read, if the config sets them. Such
-    keys should change nothing.
+    """Return keys that a config sets and the family lists in ``config_keys``, but that no reader has read.
+    Such keys should have no effect.
 
     Args:
-        config: flat config with the defaults of its class filled in (``with_defaults``).
+        config: result of ``with_defaults``.
         family: family with ``config_keys``.
     """
     recording = _Recording(config)
@@ -247,7 +244,7 @@ def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
 
 
 class _Recording(dict[str, Any]):
-    """Config that records which of its keys were read."""
+    """A config that records which keys are read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -267,20 +264,20 @@ class _Recording(dict[str, Any]):
 
 
 def with_defaults(hf_config: Any) -> dict[str, Any]:
-    """Return a config as a flat dict, with the defaults of its transformers class filled in.
+    """Return a config as a flat dictionary, with the defaults of its transformers class.
 
     Args:
-        hf_config: as for ``read_architecture``.
+        hf_config: as in ``read_architecture``.
 
     Raises:
-        ConversionError: the config is of an unknown family, or not valid.
+        ConversionError: the family is not supported, or the config is invalid.
     """
     return _completed(hf_config)[0]
 
 
 def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
-    """Return the result of ``with_defaults``, and the transformers config class that filled in the defaults.
-    The class is None for a family without one, whose config has to be complete."""
+    """Return the result of ``with_defaults``, and the transformers config class. The class is None for a
+    family that transformers does not know, whose config must be complete."""
     family: Family | None = None
     if isinstance(hf_config, Mapping):
         from huggingface_hub.errors import StrictDataclassError
@@ -298,7 +295,7 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
             _check_sections(options, CONFIG_MAPPING[like])
         try:
             hf_config = AutoConfig.for_model(like, **options)
-            # Call it for its errors: some values fail only when the config is written out.
+            # Some invalid values fail only here.
             hf_config.to_dict()
         # transformers' code may raise any error on a value that it does not expect.
         except (*_ODD_VALUE, StrictDataclassError) as error:
@@ -314,24 +311,24 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     text = hf_config.text_config if family is not None and family.sees else hf_config
     config = copy.deepcopy(dict(text.to_dict()))
-    # Add attributes that exist only on the object (head_dim set after construction, older rope keys): not
-    # every version has them in to_dict.
+    # Some attributes exist only on the object in some versions of transformers (head_dim set after
+    # construction, older rope keys).
     for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
         if config.get(key) is None and getattr(text, key, None) is not None:
             config[key] = getattr(text, key)
     if text is not hf_config:
         config = _flattened(copy.deepcopy(dict(hf_config.to_dict())), config)
-    # Restore the model_type: ``config_like`` gave the config that of another family.
+    # With ``config_like``, the config has the model_type of another family.
     return config | ({} if family is None else {"model_type": family.model_type}), type(hf_config)
 
 
-# The class of a vision-language model reads these keys outside of its text config.
+# Keys that a vision-language model's class reads outside of the text section.
 _OF_THE_WHOLE = frozenset({"architectures", "dtype", "model_type", "tie_word_embeddings", "torch_dtype"})
 
 
 def _flattened(whole: dict[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a vision-language model as that of its text: the values of its text section,
-    supplemented by those of the whole model."""
+    """Return the config of a vision-language model's text: the text section, supplemented by values of the
+    whole model."""
     del whole["text_config"]
     return whole | {
         key: value for key, value in text.items() if whole.get(key) is None or key not in _OF_THE_WHOLE
@@ -339,8 +336,8 @@ def _flattened(whole: dict[str, Any], text: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_sections(options: Mapping[str, Any], config_class: Any) -> None:
-    """Apply ``check_raw`` to the sections of a vision-language model. Both sections are required, since
-    transformers would fill in those of a large model."""
+    """Run ``check_raw`` on the sections of a vision-language config. Both must exist, because transformers
+    would fill in those of a large model."""
     for key, section_class in config_class.sub_configs.items():
         section = options.get(key)
         if not isinstance(section, Mapping):
@@ -351,8 +348,8 @@ def _check_sections(options: Mapping[str, Any], config_class: Any) -> None:
 def _refused_keys(
     config: Mapping[str, Any], family: Family, ignored: frozenset[str], config_class: type | None
 ) -> list[str]:
-    """Return the problems with keys whose values are fixed, and with keys that transformers reads and the
-    family does not."""
+    """Return the problems with keys that must have a fixed value, and with keys that transformers reads but
+    the family does not."""
     problems = dtype_problems(config)
     if config.get("hidden_act") != "silu":
         problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
@@ -386,12 +383,12 @@ def _refused_keys(
 
 
 def remedy_for_quantized(config: Any) -> str:
-    """Return what to do with a model that has this ``quantization_config``."""
+    """Return what the user can do with a model that has this ``quantization_config``."""
     given = config if isinstance(config, Mapping) else {}
     method = given.get("quant_method")
     if method == "mxfp4" or (method == "fp8" and given.get("weight_block_size")):
         return "megarl convert import MODEL TMP, then export TMP OUT, dequantises them: give OUT"
-    # transformers has dequantize() for this method, and for neither GPTQ nor AWQ.
+    # transformers can dequantize this method, but not GPTQ and AWQ.
     if method == "bitsandbytes":
         return (
             "dequantise them with transformers: AutoModelForCausalLM.from_pretrained(MODEL).dequantize()"
@@ -401,7 +398,7 @@ def remedy_for_quantized(config: Any) -> str:
 
 
 def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
-    """Return the keys that are set and that are handled neither for all families nor by this one."""
+    """Return the keys that are set, but known neither for all families nor for this one."""
     known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored | {"quantization_config", *_DROPOUTS}
     return [key for key in sorted(set(config) - known) if not is_off(config[key])]
 
@@ -414,11 +411,12 @@ def _is_rate(value: object) -> bool:
 
 
 def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
-    """Return all sizes, after checking that they are consistent."""
+    """Return all dimensions, after checking that they are consistent."""
     filled = dict(config)
     if filled.get("intermediate_size") is None and "moe_intermediate_size" in filled:
         # A model without dense layers need not give this size.
         filled["intermediate_size"] = filled["moe_intermediate_size"]
+    # As in transformers: as many key-value heads as query heads.
     if filled.get("num_key_value_heads") is None:
         filled["num_key_value_heads"] = filled.get("num_attention_heads")
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
@@ -432,7 +430,7 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     dimensions: dict[str, int] = {}
     for name, key in _DIMENSIONS.items():
         value, largest = filled.get(key), _LARGEST.get(name, _LARGEST_DIMENSION)
-        # Continue with this value after a problem, so that all problems are reported at once.
+        # Continue with 1 after a problem, so that all problems are reported at once.
         dimensions[name] = 1
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} = {value!r}: {SIZE_NEEDED}")
@@ -453,8 +451,8 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
 def _windows(
     config: Mapping[str, Any], family: Family, num_layers: int, problems: list[str]
 ) -> tuple[int | None, tuple[bool, ...] | None]:
-    """Return the window in tokens, and a flag for each layer that has the window, or None if all layers have
-    it. Both are None if no layer has a window."""
+    """Return the window in tokens, and for each layer whether it has the window (None: all layers). Both are
+    None if no layer has a window."""
     window = config.get("sliding_window") if family.has_uniform_window or family.has_layer_windows else None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         problems.append(f"sliding_window = {window!r}: a positive whole number or null is needed")
@@ -462,6 +460,7 @@ def _windows(
     if not family.has_layer_windows:
         return window, None
     kinds = list(config.get("layer_types") or ())
+    # transformers fills in layer_types, so a wrong length means that it contradicts num_hidden_layers.
     if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
         problems.append(
             f"layer_types = {kinds!r}: sliding_attention or full_attention is needed for each of the "

@@ -1,5 +1,5 @@
-"""Seed-OSS: Llama with biases on query, key and value, and a separate setting for the bias of the attention
-output."""
+"""Seed-OSS: Llama with biases on query, key and value, and a separate setting for the attention output's
+bias."""
 
 from __future__ import annotations
 

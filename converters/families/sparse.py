@@ -1,7 +1,7 @@
-"""Rules of decoders whose MLP is a mixture of experts in some or all layers.
+"""Rules of decoders with a mixture of experts in some or all layers.
 
-transformers computes with all experts of a layer stacked in two tensors, but saves them one by one, as the
-first releases of these models were stored. Both formats are read, under both names that the block has had.
+transformers stacks all experts of a layer in two tensors in memory, but saves each expert's tensors, as in
+the first releases of these models. Both formats are read, and both names of the MLP block.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MixtureNames:
-    """A family's names for the tensors of its mixture.
+    """Names of a family's mixture-of-experts tensors.
 
     Attributes:
         blocks: possible names of the block in a layer; the first is used for writing.
-        gate, up, down: matrices of one expert.
+        gate, up, down: matrices of an expert.
         shared: shared expert in the block; its gate has the suffix ``_gate``.
         router: router in the block.
     """
@@ -41,7 +41,7 @@ class MixtureNames:
 def read_qwen_mixture(
     config: Config, num_layers: int, problems: list[str], *, shared_width_key: str | None = None
 ) -> MixtureOfExperts | None:
-    """Return the mixture of Qwen2-MoE or Qwen3-MoE; arguments are those of ``read_mixture``."""
+    """Read the mixture of experts of Qwen2-MoE or Qwen3-MoE; arguments as in ``read_mixture``."""
     return read_mixture(
         config,
         problems,
@@ -53,21 +53,22 @@ def read_qwen_mixture(
 
 
 def _read_sparse_layers(config: Config, num_layers: int, problems: list[str]) -> tuple[bool, ...]:
-    """Return a flag for each layer of Qwen's mixtures that has experts, and append problems to ``problems``.
+    """Return for each layer of a Qwen model whether it has experts; append problems to ``problems``.
 
-    Every ``decoder_sparse_step``-th layer, counted from one, has experts, unless ``mlp_only_layers`` (counted
-    from zero) lists it.
+    Every ``decoder_sparse_step``-th layer, counted from 1, has experts, unless its index (from 0) is in
+    ``mlp_only_layers``.
     """
     step, dense = read_size(config, "decoder_sparse_step", problems), config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
         problems.append(f"mlp_only_layers = {dense!r}: a list of layer indices is needed")
         dense = []
+    # transformers counts layers from 1 for this step, and from 0 in mlp_only_layers.
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
 def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames = MixtureNames()) -> tuple[Rule, ...]:
-    """Return the rules of all parameters of one layer, in forward order. A layer without experts gets the
-    rules of a dense layer."""
+    """Return the rules of all parameters of a layer, in forward order. Layers without experts have a dense
+    MLP."""
     mixture = facts.mixture
     if mixture is None or not facts.is_sparse(layer):
         return dense.layer_rules(facts, layer)
@@ -82,7 +83,7 @@ def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames = MixtureName
 def router_rules(
     facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames
 ) -> Iterator[Rule]:
-    """Yield the rules of a router's weights and biases."""
+    """Yield the rules of a router's weight and biases."""
     experts = mixture.num_experts
     tensors: list[tuple[str, str, tuple[int, ...]]] = [("weight", "weight", (experts, facts.hidden_size))]
     if mixture.routing.has_bias:
@@ -92,7 +93,7 @@ def router_rules(
     for megatron, name, shape in tensors:
         first, *others = [f"model.layers.{layer}.{block}.{names.router}.{name}" for block in names.blocks]
         places = tuple(TensorLocation(other, shape) for other in others)
-        # Megatron-Core keeps the correction bias in float32, whatever the dtype of the model is (TopKRouter).
+        # Megatron-Core keeps the correction bias in float32 for any model dtype (TopKRouter).
         tensor = HuggingFaceTensor(first, shape, places, stays_float32=megatron == "expert_bias")
         yield Rule(f"decoder.layers.{layer}.mlp.router.{megatron}", Kind.REPLICATED, (tensor,))
 
@@ -122,8 +123,8 @@ def _expert_rules(
 def _shared_expert_rules(
     facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames
 ) -> Iterator[Rule]:
-    """Yield the rules of the expert that every token passes through. Megatron-Core shards it like a dense
-    MLP, not like routed experts."""
+    """Yield the rules of the shared expert. Megatron-Core shards it like a dense MLP, not like routed
+    experts."""
     hidden, width = facts.hidden_size, mixture.shared_ffn_hidden_size
     megatron, prefix = (
         f"decoder.layers.{layer}.mlp.shared_experts.",
@@ -143,8 +144,15 @@ def _shared_expert_rules(
 def _expert_tensor(
     blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: TensorLocation
 ) -> HuggingFaceTensor:
-    """Return a matrix of one expert, stored alone or at the location ``stacked`` (named without the
-    block)."""
+    """Return an expert's matrix, which may be stored alone or in a stack.
+
+    Args:
+        blocks: possible names of the block with the experts.
+        name: name of the matrix.
+        shape: its shape.
+        stacked: location in the stack, whose name lacks the block.
+    """
+    # The first location is the one to write; all others are alternatives for reading.
     first, *others = [f"{block}.{stacked.index}.{name}.weight" for block in blocks]
     alone = [TensorLocation(other, shape) for other in others]
     together = [replace(stacked, name=f"{block}.{stacked.name}") for block in blocks]

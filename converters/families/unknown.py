@@ -1,4 +1,4 @@
-"""Model types without rules: which known family each is like, and how its computation differs."""
+"""Hints for unsupported model types: the most similar supported family, and the differences."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ UNKNOWN: Mapping[str, str] = MappingProxyType(
         "starcoder2": "not gated: LayerNorm and biases",
     }
 )
-"""Descriptions by ``model_type``."""
+"""``model_type`` -> description of the differences."""

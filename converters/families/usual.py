@@ -1,8 +1,8 @@
-"""Stand-in for an unknown family: sizes by the keys that most families use, and layers like Llama's or, with
-experts, Mixtral's.
+"""A stand-in for unsupported families: the usual config keys, and layers like Llama's or, with experts,
+Mixtral's.
 
-Models of an unknown family are not converted. The torch backends run them with transformers, and their
-resource use is estimated from this stand-in.
+Models of these families are not converted. The torch backends run them with transformers, and their memory
+and FLOPs are estimated from this stand-in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def _read_features(config: Config) -> Features:
 
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    """Return the experts, which are assumed to be in every layer."""
+    """Read the experts, which are assumed to be in every layer."""
+    # Part of the interface; the usual mixture rejects nothing.
     del problems
     experts = next((_number(config[key]) for key in _EXPERTS if config.get(key)), 0)
     if not experts:

@@ -1,7 +1,7 @@
 """Rules of the vision tower of Qwen's models (``converters.model_config.vision``).
 
-A Megatron-Core checkpoint stores the tower's tensors unchanged, under ``vision_model.``, so that no part of a
-model is lost.
+A Megatron-Core checkpoint stores the tower's tensors unchanged under ``vision_model.``, so that they are not
+lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HF_PREFIX, MEGATRON_PREFIX = "model.visual.", "vision_model."
 
 
 def tower_rules(tower: VisionTower) -> Iterator[Rule]:
-    """Yield the rules of all tensors of a tower. Every module has a bias, except the position embedding."""
+    """Yield the rules of all tensors of a tower. All modules except the position embedding have a bias."""
     hidden, ffn, merged = tower.hidden_size, tower.ffn_hidden_size, tower.hidden_size * tower.merged
     yield from _rules("pos_embed", (tower.positions, hidden), bias=False)
     yield from _rules("patch_embed.proj", (hidden, *tower.patch))

@@ -1,6 +1,5 @@
-"""Files of conversions and of the trainer's checkpoints: written atomically, hashed, signed, and read without
-running code.
+"""File handling for conversions and training checkpoints: atomic writes, hashes, signatures, and reading
+without executing code.
 
-The package belongs to the converters, which work without the trainer. The trainer imports the package, but
-the package may not import the trainer.
+The converters work without the trainer, so this package must not import ``megarl``; the trainer imports it.
 """

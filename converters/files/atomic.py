@@ -1,4 +1,5 @@
-"""Files and directories that are written atomically, even if the machine stops meanwhile."""
+"""Write files and directories atomically, so that a crash of the machine leaves either the old or the new
+version."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ _THREADS = 8
 
 
 def rename_surely(source: Path, target: Path) -> None:
-    """Rename a file or directory like ``os.rename``. A rename that was done counts as success, even if the
-    system reports an error because the reply was lost.
+    """Rename a file or directory, and treat a rename that was done as a success even if the system reports an
+    error.
 
-    A network file system retries when no reply arrives, and then reports that ``source`` does not exist.
+    If the reply of a network file system is lost, it retries, and then reports that ``source`` does not
+    exist.
 
     Raises:
         OSError: the file or directory was not renamed.
@@ -41,15 +43,15 @@ def rename_surely(source: Path, target: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Open a file for writing. The file gets its name at the end of the ``with`` block; if the block fails,
-    no file remains.
+    """Open a temporary file for writing, and rename it to ``path`` at the end of the block. If the block
+    fails, the temporary file is deleted.
 
     Args:
-        path: path of the file, which may exist.
-        durable: whether content and name are on the disk at the end.
+        path: file to create or replace.
+        durable: flush contents and name to disk.
     """
-    # Use the same directory, because a rename across file systems fails. ``Staging`` finds what a kill has
-    # left by this form of the name.
+    # A rename works only within a file system. ``Staging`` recognises leftovers of a kill by this form of the
+    # name.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -65,31 +67,30 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
 
 
 def commit_directory(temporary: Path, final: Path) -> None:
-    """Rename a finished directory to its final name, which must be free, and make the rename durable.
+    """Rename a finished directory to its final name, which must not exist, and flush the rename to disk.
 
     Raises:
-        OSError: the rename failed, or ``final`` already holds files.
+        OSError: the rename failed, or ``final`` is a directory with files.
     """
-    # Flush the parent directory, which holds the new name: a power cut may undo the rename until then.
+    # Until the parent directory is flushed, a power failure may undo the rename.
     rename_surely(temporary, final)
     fsync_directory(final.parent)
 
 
 def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a new file, or replace the content of one, and wait until it is on disk. This is not atomic, and
-    meant for files in a temporary directory.
+    """Write a file, and wait until it is on disk. Not atomic: meant for files in a temporary directory.
 
     Args:
-        path: path of the file.
-        content: content of the file.
-        private: whether only this user may read the file.
+        path: file to create or overwrite.
+        content: contents.
+        private: only this user may read the file.
     """
-    # Set the mode when the file is created: afterwards another user may already have opened it.
+    # Set the mode at creation, because another user could open the file before a later change.
     mode = 0o600 if private else 0o644
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         if private:
-            # Set the mode explicitly, because an existing file keeps its mode when it is opened.
+            # An existing file keeps its mode when it is opened.
             os.fchmod(descriptor, mode)
         write_all(descriptor, content)
         os.fsync(descriptor)
@@ -98,18 +99,17 @@ def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) ->
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write all bytes, even if the system accepts only a part of them at a time."""
+    """Write all bytes, in several calls if the system accepts only a part at a time."""
     remaining = memoryview(content)
     while remaining:
         remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def write_json_atomic(path: str | Path, content: Any) -> None:
-    """Write ``content`` as JSON atomically: readers see either the old or the new file.
+    """Write JSON atomically: readers see the old or the new file.
 
     Raises:
-        TypeError, ValueError: ``content`` cannot be written as JSON (NaN and infinities cannot). The old file
-            is kept.
+        TypeError, ValueError: ``content`` is not JSON (NaN and infinity are not). The old file is kept.
         OSError: the file could not be written. The old file is kept.
     """
     encoded = json_bytes(content)
@@ -118,20 +118,20 @@ def write_json_atomic(path: str | Path, content: Any) -> None:
 
 
 def json_bytes(content: Any) -> bytes:
-    """Return indented JSON with a final newline; refuse NaN and infinities."""
+    """Return indented JSON with a final newline. Raises ValueError for NaN and infinity."""
     return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
 def in_parallel(
     function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None
 ) -> list[Result]:
-    """Call a function that reads or writes files for each item, and return the results in order. Unlike an
-    executor's threads, these threads do not keep the program from exiting while one waits for a dead mount.
+    """Call a function for each item in threads, and return the results in order. Unlike those of an executor,
+    the threads do not keep the process alive if one hangs on a dead mount.
 
     Args:
-        function: function that one thread calls for each item.
+        function: reads or writes a file.
         items: paths or names of files.
-        threads: limit of threads; None for the number of cores, but no more than a disk can serve.
+        threads: maximum number of threads; None for the number of cores, up to 8.
     """
     if len(items) < 2:
         return list(map(function, items))
@@ -141,7 +141,7 @@ def in_parallel(
 
     def work() -> None:
         try:
-            # The threads share this iterator, so that each number goes to one of them.
+            # All threads take numbers from one iterator, so each number is processed once.
             for number in numbers:
                 found[number] = function(items[number])
         except BaseException as error:
@@ -159,27 +159,27 @@ def in_parallel(
 
 
 def fsync_tree(root: Path) -> None:
-    """Wait until every regular file and directory below ``root``, and ``root`` itself, is on disk."""
+    """Wait until all regular files and directories below ``root``, and ``root`` itself, are on disk."""
     directories: list[Path] = []
     files: list[Path] = []
     for directory, _, names in os.walk(root, topdown=False):
         directories.append(Path(directory))
-        # Flush regular files only: opening a named pipe or a device would block.
+        # Opening a named pipe or a device would block.
         paths = map(Path(directory).joinpath, names)
         files += [path for path in paths if stat.S_ISREG(path.lstat().st_mode)]
-    # Flush several files at once, which lets the disk combine its writes.
+    # With several flushes at once, the disk can combine its writes.
     in_parallel(fsync_file, files, _THREADS)
     for path in directories:
         fsync_directory(path)
 
 
 def fsync_file(path: Path) -> None:
-    """Wait until the content of a file is on disk."""
+    """Wait until the contents of a file are on disk."""
     _fsync(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def fsync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on disk."""
+    """Wait until the file names in a directory are on disk."""
     _fsync(directory, os.O_RDONLY | os.O_DIRECTORY)
 
 

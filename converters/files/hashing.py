@@ -1,4 +1,4 @@
-"""Listing of a directory and hashes of its files, without following links or waiting for pipes."""
+"""List and hash the files of a directory, without following symlinks or blocking on named pipes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ALGORITHM = "sha256"
 
 
 def entries_below(root: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the path relative to ``root`` of every entry that is not a directory, and whether it is a regular
-    file."""
+    """Yield (path relative to ``root``, whether it is a regular file) for every entry that is not a
+    directory."""
     for directory, subdirectories, names in os.walk(root):
-        # os.walk lists a link to a directory among the directories, and does not follow it.
+        # os.walk lists a symlink to a directory among the directories, but does not follow it.
         for name in [*names, *subdirectories]:
             path = Path(directory) / name
             mode = path.lstat().st_mode
@@ -25,12 +25,12 @@ def entries_below(root: Path) -> Iterator[tuple[str, bool]]:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: the file cannot be opened, is a symbolic link, or is not a regular file.
+        OSError: the file cannot be opened, is a symlink, or is not a regular file.
     """
-    # Without O_NONBLOCK, opening a named pipe would wait for a writer; the check below refuses the pipe.
+    # Without O_NONBLOCK, opening a named pipe would block. The check below rejects it.
     stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
@@ -39,6 +39,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def hash_of(path: Path) -> str:
-    """Return the hash of a file in hexadecimal. Errors are those of ``open_regular``."""
+    """Return the hexadecimal hash of a file; errors as in ``open_regular``."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, ALGORITHM).hexdigest()

@@ -1,4 +1,4 @@
-"""Recognition of files whose content does not match their names, as failed downloads and saves leave them."""
+"""Recognise files with unexpected contents, as failed downloads and saves leave them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TORCH = (
 
 
 def misplaced_kind(path: Path) -> tuple[str, str] | None:
-    """Return a description of a file that should hold safetensors or JSON but does not, and the fix; None if
-    the content is not recognised as something else.
+    """Return (description, fix) for a file that should be safetensors or JSON but is something else; None if
+    nothing else is recognised.
 
     Args:
-        path: path of the file, which need not exist.
+        path: the file; may be missing.
     """
     try:
         status = path.stat()
@@ -36,7 +36,7 @@ def misplaced_kind(path: Path) -> tuple[str, str] | None:
 
 
 def unfinished_download(path: Path) -> str | None:
-    """Return the name of the file that marks an unfinished download of ``path``, or None if there is none."""
+    """Return the name of the file that marks an unfinished download of ``path``, or None."""
     return next(
         (f"{path.name}{suffix}" for suffix in _UNFINISHED if path.with_name(f"{path.name}{suffix}").exists()),
         None,
@@ -57,6 +57,7 @@ def _unreadable(path: Path) -> tuple[str, str]:
 
 
 def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
+    # HTML may begin with blanks, and its tags are case-insensitive.
     text = beginning.lstrip().lower()
     if size == 0:
         return "empty", "fetch or write the file again"
@@ -74,7 +75,7 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
         return "a file that begins with zeros, as an unfinished download leaves it", "fetch the file again"
     if beginning.startswith(b"GGUF"):
         return "a GGUF file of llama.cpp", "give the safetensors model that it was made of"
-    # This is the ZIP archive of torch.save, or a bare pickle of protocol 2, 3 or 4.
+    # A ZIP archive of torch.save, or a bare pickle of protocol 2, 3 or 4.
     if beginning.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
         return _TORCH
     if name.endswith(".safetensors") and _is_text(beginning):
@@ -84,6 +85,6 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
 
 
 def _is_text(beginning: bytes) -> bool:
-    """Return whether a file begins with text. A safetensors file begins with a length of eight bytes, mostly
+    """Return whether a file begins with text. safetensors files begin with a length of eight bytes, mostly
     zeros."""
     return b"\0" not in beginning and all(byte >= 9 for byte in beginning)

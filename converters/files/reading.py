@@ -1,8 +1,5 @@
-"""Careful opening of checkpoint files.
-
-Only regular files are opened, because opening a named pipe waits indefinitely and opening a device may do
-anything. A JSON file must hold an object; otherwise the error names the file and the problem.
-"""
+"""Open checkpoint files safely: only regular files, because a named pipe blocks and a device may do anything.
+JSON files must contain an object."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ _KINDS = {
 
 
 def special_kind(path: Path) -> str | None:
-    """Return the kind of special file that a path leads to, such as a named pipe; None for files, directories
-    and missing paths."""
+    """Return the kind of special file at a path, such as ``a named pipe``; None for files, directories and
+    missing paths."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:
@@ -34,8 +31,7 @@ def special_kind(path: Path) -> str | None:
 
 
 def first_special(directory: Path) -> tuple[Path, str] | None:
-    """Return the first path in a sorted directory that leads to a special file, and its kind; None if there
-    is none.
+    """Return the first special file in a directory (by name) and its kind, or None.
 
     Raises:
         OSError: the directory cannot be read.
@@ -48,10 +44,10 @@ def first_special(directory: Path) -> tuple[Path, str] | None:
 
 
 def require_regular(path: Path) -> Path:
-    """Return the path, after checking that it does not lead to a special file; it may be missing.
+    """Check that a path is not a special file, and return it. It may be missing.
 
     Raises:
-        ConversionError: the path leads to a named pipe, a socket or a device.
+        ConversionError: the path is a named pipe, a socket or a device.
     """
     kind = special_kind(path)
     if kind is not None:
@@ -60,20 +56,19 @@ def require_regular(path: Path) -> Path:
 
 
 DEEPEST = 64
-"""Limit of nested lists and objects in a file; no config has more than a few levels."""
+"""Maximum nesting of lists and objects in JSON; configs have a few levels."""
 
 
 def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Args:
-        path: path of the file.
-        absent: message and fix for a missing file.
+        path: the file.
+        absent: (message, fix) for a missing file.
 
     Raises:
         FileNotFoundError: the file is missing and ``absent`` is None.
-        ConversionError: the file is missing, cannot be read, does not hold an object, or is nested deeper
-            than ``DEEPEST`` levels.
+        ConversionError: the file is missing, unreadable, not a JSON object, or nested too deeply.
     """
     try:
         content = json.loads(require_regular(path).read_text(encoding="utf-8"))
@@ -101,16 +96,16 @@ def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[
 
 
 def check_depth(content: Any, what: str) -> None:
-    """Refuse JSON that is nested so deeply that comparing or printing it fails.
+    """Reject JSON that is nested so deeply that comparing or printing it would fail.
 
     Args:
         content: parsed JSON.
-        what: name of the content in errors.
+        what: name for the error message.
 
     Raises:
-        ConversionError: the content is nested deeper than ``DEEPEST`` levels.
+        ConversionError: the nesting exceeds ``DEEPEST``.
     """
-    # Check level by level: a recursive check would itself fail on deep content.
+    # Check level by level, because recursion would fail on deep contents.
     level, depth = [content], 0
     while level:
         if depth > DEEPEST:
@@ -127,10 +122,11 @@ def check_depth(content: Any, what: str) -> None:
 
 
 def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", suffix: str = "") -> list[str]:
-    """Return the problems with an index's file names: each has to be a plain name with the suffix, and exist
-    in the directory."""
+    """Check the file names in an index, and return the problems. Each must be a plain name with the suffix,
+    of a file that exists in the directory."""
     problems = []
     for name in sorted(names):
+        # The names come from an untrusted index and must not lead out of the directory.
         if PurePosixPath(name).name != name or "\\" in name or not name.endswith(suffix):
             problems.append(f"{name!r} is not the plain name of a {kind} in the directory")
         elif not (directory / name).is_file():
@@ -139,16 +135,16 @@ def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", su
 
 
 def identity_of(paths: Iterable[Path]) -> list[list[str | int]]:
-    """Return name, size and modification time of each file, which change when a file changes."""
+    """Return name, size and modification time of each file; they change when a file changes."""
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Refuse work that would fill the disk.
+    """Check that a disk has enough free space.
 
     Args:
         directory: directory on the disk.
-        needed: needed bytes.
+        needed: required bytes.
 
     Raises:
         ConversionError: fewer bytes are free.

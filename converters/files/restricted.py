@@ -1,5 +1,5 @@
-"""Restricted unpickling, the only way in which the converters read pickles. A pickle may name only the few
-classes and functions that its kind of file needs, because the names in it are called."""
+"""Restricted unpickling. A pickle can name any function to call, so only the few classes and functions are
+allowed that a kind of file needs. The converters read pickles in no other way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from converters.errors import ConversionError
 
-# Reading a damaged pickle can raise any of these errors.
+# Exceptions that reading a damaged pickle may raise.
 DAMAGED = (
     EOFError,
     pickle.UnpicklingError,
@@ -33,8 +33,8 @@ DAMAGED = (
 )
 
 
-# This is Py_TPFLAGS_HEAPTYPE, the flag of a class that Python code defined. C code defines classes without
-# it.
+# Py_TPFLAGS_HEAPTYPE: set for classes defined in Python, whose attributes can be changed, and not for those
+# defined in C.
 _CHANGEABLE = 1 << 9
 
 
@@ -65,8 +65,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Inert(type):
-    """Metaclass of stand-ins for the classes and functions that a pickle names. Calling a stand-in calls the
-    original, but the pickle cannot change the original."""
+    """Metaclass of stand-ins for classes and functions that a pickle names. Calling a stand-in calls the
+    original, but the pickle cannot change the original's attributes."""
 
     real: Any
 
@@ -74,7 +74,7 @@ class _Inert(type):
         return cls.real(*given, **named)
 
     def __setstate__(cls, state: Any) -> None:
-        # Refuse this: pickle would set attributes on any object that the file names.
+        # Without this method, pickle would set attributes on the object itself.
         raise TypeError(f"an attribute of {cls.__name__} itself is set")
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -83,8 +83,8 @@ class _Inert(type):
 
 @functools.lru_cache(maxsize=256)
 def _inert(found: Any) -> Any:
-    """Return a stand-in for a class or function whose attributes could be set; return anything else
-    itself."""
+    """Return a stand-in for a class or function with changeable attributes; return anything else
+    unchanged."""
     if not callable(found) or (isinstance(found, type) and not found.__flags__ & _CHANGEABLE):
         return found
 
@@ -92,19 +92,24 @@ def _inert(found: Any) -> Any:
         return _stand_in(
             found, lambda *given: _Member(found(*given)), lambda cls, *given: _Member(found(*given))
         )
-    # The opcode REDUCE calls the name, and NEWOBJ calls only its __new__. The stand-in supports both.
+    # The opcode REDUCE calls the object, and NEWOBJ calls its ``__new__``. The stand-in supports both.
     return _stand_in(found, found, lambda cls, *given, **named: found.__new__(found, *given, **named))
 
 
 def _stand_in(found: Any, call: Callable[..., Any], make: Callable[..., Any]) -> type:
-    """Return a stand-in, given the function that calling it runs, and the function that creates an object
-    without calling it."""
+    """Create a stand-in.
+
+    Args:
+        found: class or function to represent.
+        call: what calling the stand-in runs.
+        make: creates an object without initialising it.
+    """
     return _Inert(str(getattr(found, "__name__", found)), (), {"real": staticmethod(call), "__new__": make})
 
 
 class _Member:
-    """Stand-in for an enumeration member in a pickle, since the whole process shares the member. It compares
-    equal to the member and has no attributes to set."""
+    """Stand-in for an enum member, which is shared by the whole process. It compares equal to the member, and
+    has no attributes to change."""
 
     __slots__ = ("_member",)
 
@@ -131,24 +136,24 @@ def unpickle(
     what: str,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Read a pickle.
+    """Read a pickle with restrictions.
 
     Args:
-        file: file open for reading.
-        known: returns what a module and a name in it stand for; None if the pickle may not name it.
-        what: name of the pickle in errors.
-        persistent: returns what a reference to something outside the pickle stands for.
+        file: open file.
+        known: returns the object for (module, name); None if the pickle must not name it.
+        what: name of the pickle for error messages.
+        persistent: returns the object for a persistent id.
 
     Raises:
-        ConversionError: the pickle has a name that is not known.
-        EOFError, ValueError and the others of ``DAMAGED``: the pickle is damaged.
+        ConversionError: the pickle names something that is not allowed.
+        EOFError, ValueError and others in ``DAMAGED``: the pickle is damaged.
     """
     return _Unpickler(file, known, persistent, what).load()
 
 
 def index_name(module: str, name: str) -> Any:
-    """Return the object of a name in an index of ``torch.distributed.checkpoint``, or None if no index needs
-    that name."""
+    """Return the object for a name in the index of ``torch.distributed.checkpoint``; None if no index needs
+    it."""
     dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
     if not dtype and (module, name) not in _INDEX_CLASSES:
         return None
@@ -175,7 +180,7 @@ _INDEX_CLASSES = frozenset(
                 "_MEM_FORMAT_ENCODING",
             )
         ],
-        # Megatron-Core stores the plans of the ranks that saved next to the index.
+        # Megatron-Core also stores the save plans of the ranks.
         *[
             ("torch.distributed.checkpoint.planner", name)
             for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
@@ -185,18 +190,17 @@ _INDEX_CLASSES = frozenset(
 
 
 def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
-    """Load the data that ``torch.save`` wrote: tensors onto the host, plain values and in-memory files of
-    bytes.
+    """Load the output of ``torch.save``: tensors to the CPU, plain values and ``BytesIO``.
 
     Args:
-        source: the file, or its content.
-        what: name of the data in errors.
+        source: the file, or its contents.
+        what: name for error messages.
 
     Raises:
-        ConversionError: the file is missing, damaged, or holds other data.
+        ConversionError: the file is missing or damaged, or contains other objects.
     """
     try:
-        # Transformer Engine saves the extra states of its modules as memory files.
+        # Transformer Engine saves the extra state of modules as BytesIO.
         with torch.serialization.safe_globals([io.BytesIO]):
             return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

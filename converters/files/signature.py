@@ -1,9 +1,8 @@
-"""Signatures of checkpoint manifests, which tell a run's own files on shared storage from those that others
-have put there.
+"""Sign checkpoint manifests, to tell a run's own files on shared storage from files that others have put
+there.
 
-The signature is an HMAC-SHA256 of the table of files, with a key that only the readers and the writer of the
-checkpoints can read. It does not tell an older checkpoint from a newer one of the same key, and only covers
-data as they are when it is checked.
+The signature is an HMAC-SHA256 of the table of files. It cannot tell an older checkpoint from a newer one
+with the same key, and is valid only for the data at the time of the check.
 """
 
 from __future__ import annotations
@@ -25,27 +24,25 @@ MANIFEST_NAME = "manifest.json"
 FIELD = "signature"
 SHORTEST, LONGEST = 32, 4096
 """Limits of a key's length in bytes, without surrounding whitespace."""
-# This text is signed as well, so that no signature that the key makes for another purpose fits a manifest.
+# Signed as well, so that no signature made with the key for another purpose is valid for a manifest.
 _PURPOSE = b"megarl checkpoint manifest\n"
 _KIND = "hmac-sha256:"
 _SIGNED = ("version", "algorithm", "files")
-# The manifest of a trainer may be at most this many levels above the weights.
+# A training checkpoint has its manifest up to this number of levels above the weights.
 _LEVELS = 3
-# A conversion of the model's weights does not read this directory of a trainer's checkpoint, which has most
-# of the bytes.
+# Directory with most of the bytes, which a conversion of the weights does not read.
 _UNREAD = "optimizer"
 
 
 def read_key(path: Path) -> bytes:
-    """Return the key in a file that only its owner may read.
+    """Return the key in a file that only its owner can read.
 
     Raises:
-        ConversionError: the key cannot be read, others may read it, or it is too short or too long.
+        ConversionError: the file cannot be read, others can read it, or the key is too short or too long.
     """
     fix = f"make one: (umask 077; openssl rand -hex 32 > {path})"
     try:
-        # Open the key once and check the open file, because the file behind a name may change between two
-        # look-ups.
+        # Check the opened file, because the path may point to another file a moment later.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -56,6 +53,7 @@ def read_key(path: Path) -> bytes:
                     "at most 0600 is accepted",
                     f"chmod 600 {path}; make another key if somebody may have read it",
                 )
+            # One byte more than allowed reveals a key that is too long.
             key = stream.read(LONGEST + 1).strip()
     except OSError as error:
         raise ConversionError(f"the key {path} cannot be read: {error.strerror}", fix) from error
@@ -69,17 +67,17 @@ def read_key(path: Path) -> bytes:
 def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
     """Return the signature of a manifest's version, algorithm and table of files."""
     signed = {name: manifest.get(name) for name in _SIGNED}
-    # Make one text for each content, so that order of keys and white space in the file do not count.
+    # Canonical JSON, so that key order and whitespace do not matter.
     text = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
     return _KIND + hmac.new(key, _PURPOSE + text, hashlib.sha256).hexdigest()
 
 
 def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
-    """Return the problem with a manifest's signature, or None if this key signed the manifest."""
+    """Return the fault of a manifest's signature; None if it is valid for this key."""
     given = manifest.get(FIELD)
     if given is None:
         return f"{MANIFEST_NAME} is not signed, but a key is given"
-    # Compare bytes, because compare_digest refuses a str that is not ASCII.
+    # compare_digest rejects strings that are not ASCII.
     if not isinstance(given, str) or not hmac.compare_digest(
         given.encode(), signature_of(manifest, key).encode()
     ):
@@ -91,15 +89,15 @@ def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
 
 
 def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
-    """Refuse a trainer's checkpoint that is not signed by a key, or that differs from what was signed.
+    """Check that a training checkpoint is signed by a key, and that its files are those that were signed.
 
     Args:
-        directory: directory of the checkpoint's weights; its manifest is there or up to three levels above.
-        key: key from ``read_key``.
-        whole: whether the optimizer state is read, and has to be checked, too.
+        directory: directory of the weights; the manifest is there or up to three levels above.
+        key: result of ``read_key``.
+        whole: verify the optimizer state too.
 
     Raises:
-        ConversionError: lists the problems.
+        ConversionError: lists the faults.
     """
     absolute = directory.resolve()
     root = next(
@@ -113,8 +111,7 @@ def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
         )
     manifest = read_json_object(root / MANIFEST_NAME)
     fault = fault_of_signature(manifest, key)
-    # Read the table only under a valid signature: it then comes from the owner of the key, and has the usual
-    # form.
+    # Trust the table only if the signature is valid; then it has the usual form.
     faults = [fault] if fault is not None else list(_other_files(root, manifest.get("files"), whole))
     if faults:
         raise ConversionError(f"{root} is not what the owner of the key has signed", _FIX, faults)
@@ -133,6 +130,7 @@ def _other_files(root: Path, files: Any, whole: bool) -> Iterator[str]:
         entry = files.get(name)
         if entry is None:
             yield f"{name} was not signed"
+        # A link or pipe may return other bytes when it is read again.
         elif not is_regular:
             yield f"{name} is no regular file"
         elif entry != {"size": (root / name).stat().st_size, "hash": hash_of(root / name)}:

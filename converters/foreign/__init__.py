@@ -1,10 +1,8 @@
-"""Megatron-Core checkpoints of other trainers: their settings of the model, and the locations of its
-parameters.
+"""Read Megatron-Core checkpoints of other trainers: their model settings and the locations of parameters.
 
-``opening`` reads what Megatron-LM (also slime) stores next to the tensors. ``settings`` translates it, and
-the ``run_config.yaml`` of Megatron-Bridge, to the names of Megatron-Core's configuration. ``known_settings``
-lists the meaning of each name for the forward pass, ``hf_config`` derives a Hugging Face config, and
-``agreement`` checks that config and settings describe the same function. ``view`` presents the tensors of any
-known layout under the keys of ``converters.torch_dist.keys``, and ``arguments`` writes what Megatron-LM
-needs.
+``opening`` reads what Megatron-LM (also slime) stores next to the tensors. ``settings`` translates that, and
+Megatron-Bridge's ``run_config.yaml``, to the names of Megatron-Core's config. ``known_settings`` lists the
+effect of each setting, ``hf_config`` derives a Hugging Face config, and ``agreement`` checks that config and
+settings describe the same function. ``view`` maps tensors of any known layout to the keys of
+``converters.torch_dist.keys``. ``arguments`` writes what Megatron-LM needs.
 """

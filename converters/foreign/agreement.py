@@ -1,7 +1,7 @@
-"""Check that a trainer's settings of its model and a Hugging Face config describe the same function.
+"""Check that a trainer's settings and a Hugging Face config describe the same function.
 
-The config is translated to Megatron-Core's settings as for training, and compared value by value. A setting
-that the config does not determine must have a value that changes nothing.
+The config is translated to Megatron-Core's settings, as for training, and compared value by value. Settings
+that the config does not determine must have a neutral value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from converters.model_config.sizes import is_off
 
 GATE_OF_GPT_OSS = "quick_gelu"
 """Megatron-Core's activation function for a clamped gate."""
-# These settings concern only training, or are checked elsewhere.
+# Only relevant for training, or checked elsewhere.
 _NOT_COMPARED = {
     "attention_dropout",
     "hidden_dropout",
@@ -28,8 +28,7 @@ _NOT_COMPARED = {
     "moe_router_bias_update_rate",
     "vocab_size",
 }
-# Providers of Megatron-Bridge have these settings, which belong neither to TransformerConfig nor to the
-# function.
+# Fields of Megatron-Bridge's providers that belong neither to TransformerConfig nor to the function.
 _PROVIDER = frozenset(
     {
         "generation_config",
@@ -48,13 +47,12 @@ def check_agreement(
     """Check that a config and a trainer's settings belong together.
 
     Args:
-        settings: settings of the trainer.
-        architecture: architecture from the config.
-        ignored: settings that the caller knows to be harmless.
+        settings: the trainer's settings.
+        architecture: architecture that the config describes.
+        ignored: names of settings to ignore.
 
     Raises:
-        ConversionError: lists every setting that differs, and every setting that is unknown to both the
-            config and this library.
+        ConversionError: lists settings that differ, and unknown settings that may affect the function.
     """
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]
@@ -93,12 +91,12 @@ def _differences(
     if architecture.mixture is not None and all(architecture.mixture.sparse_layers):
         expected.pop("ffn_hidden_size")  # No layer has a dense MLP.
     if architecture.latent_attention is not None:
-        # Latent attention has other widths for queries, keys and values.
+        # Latent attention defines the widths of query, key and value itself.
         expected.pop("kv_channels")
-        # The norms of latents have weights, so that the tensors show whether there are any. A trainer may
-        # build these norms through its layer specs alone.
+        # The tensors show whether there are norms of the latents. Trainers may add these norms by layer specs
+        # alone, without the setting.
         expected.pop("qk_layernorm")
-    # None does not set a value, so Megatron-Core's default applies.
+    # For None, Megatron-Core's default applies.
     values = DEFAULTS | {name: value for name, value in settings.values.items() if value is not None}
     for name in sorted(set(expected) - _NOT_COMPARED - set(ignored)):
         if not _same(name, values.get(name), expected[name], architecture.num_layers):
@@ -114,23 +112,23 @@ def _differences(
 def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
     if name == "moe_layer_freq":
         return _pattern(found, layers) == _pattern(wanted, layers)
-    # An integer N disables the window in every N-th layer, counted from one.
+    # An integer N means no window in every N-th layer, counted from 1.
     if name == "window_attn_skip_freq" and isinstance(found, int) and found > 0:
         found = [int(number % found != 0) for number in range(1, layers + 1)]
     if isinstance(wanted, list | tuple):
         return isinstance(found, list | tuple) and list(found) == list(wanted)
     if isinstance(wanted, bool) or wanted is None:
-        # False, None and 0 all switch a feature off.
+        # False, None and 0 all disable a feature.
         return found == wanted or (not wanted and not found)
     return found == wanted
 
 
 def _pattern(value: Any, layers: int) -> list[int] | None:
-    """Return 1 for each layer with experts and 0 for the others, or None if the value is not a pattern."""
+    """Return 1 for each layer with experts and 0 for the others; None if the value is invalid."""
     if isinstance(value, list | tuple):
         return [int(bool(one)) for one in value]
     if isinstance(value, int) and value > 0:
-        # Count like Megatron-Core, from zero, so that the first layer has experts.
+        # Megatron-Core counts from 0, so the first layer has experts.
         return [int(layer % value == 0) for layer in range(layers)]
     return None
 
@@ -139,7 +137,7 @@ def sparse_layers(settings: ForeignSettings) -> list[bool]:
     """Return for each layer whether it has experts.
 
     Raises:
-        ConversionError: the settings give this in an unknown format.
+        ConversionError: the settings have an unknown format.
     """
     layers = settings.values["num_layers"]
     value = settings.values.get("moe_layer_freq", 1)

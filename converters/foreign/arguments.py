@@ -1,5 +1,4 @@
-"""Import for Megatron-LM's ``--load``: the arguments that it expects next to the tensors, and the tracker
-file."""
+"""Import a model for Megatron-LM's ``--load``: write the arguments and the tracker file that it expects."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from converters.torch_dist.location import TRACKER_FILE
 
 RELEASE = "release"
 _RENAMED = {name: others[0] for name, others in RENAMED_ARGUMENTS.items()} | YARN_ARGUMENTS
-# Megatron-LM has no flags for these settings of YaRN in latent attention, and so uses Megatron-Core's values.
+# Megatron-LM has no flags for these YaRN settings of latent attention, so Megatron-Core's defaults apply.
 _WITHOUT_FLAGS: dict[str, Any] = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-# These arguments describe no model. They have the values of a run that saved only weights.
+# Arguments that do not describe the model, with the values of a run that saved only weights.
 _OF_A_RUN: dict[str, Any] = {
     "async_save": False,
     "ckpt_format": "torch_dist",
@@ -53,8 +52,7 @@ _OF_OTHER_MODELS: dict[str, Any] = {
     "use_rotary_position_embeddings": False,
     "window_size": None,
 }
-# --use-checkpoint-args does not take over these arguments. Each has the value that Megatron-LM uses without
-# the flag.
+# Arguments that --use-checkpoint-args ignores, with the value that Megatron-LM uses without the flag.
 _FLAGS: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
@@ -91,15 +89,15 @@ _FLAGS: dict[str, Any] = {
 
 
 def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the common state of a checkpoint as Megatron-LM saves it.
+    """Return the common state that Megatron-LM would save.
 
     Args:
         architecture: architecture of the model.
-        padded_vocab: rows of the stored embedding.
+        padded_vocab: number of rows of the stored embedding.
         dtype: dtype of most weights.
 
     Raises:
-        ConversionError: Megatron-LM has no arguments for the model.
+        ConversionError: Megatron-LM's arguments cannot describe the model.
     """
     settings = megatron_settings(architecture)
     _require_arguments(settings)
@@ -133,13 +131,12 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
         "vocab_size": architecture.vocab_size,
     }
-    # Set the version, because Megatron-LM reorders query, key and value of checkpoints below version 2.
+    # Megatron-LM reorders query, key and value of checkpoints below version 2.
     return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
 
 
 def further_flags(state: dict[str, Any]) -> str:
-    """Return the flags that Megatron-LM needs in addition to ``--use-checkpoint-args``, which omits some of
-    the model's arguments."""
+    """Return the flags that Megatron-LM needs in addition to ``--use-checkpoint-args``."""
     arguments = vars(state["args"])
     flags = []
     for name, default in _FLAGS.items():
@@ -149,16 +146,16 @@ def further_flags(state: dict[str, Any]) -> str:
             if isinstance(value, bool):
                 flags.append(flag if value else f"--no-{name.replace('_', '-')}")
             else:
-                # Without spaces a tuple stays a single word of the command line.
+                # Without spaces, a tuple is one word on the command line.
                 flags.append(f"{flag} {str(value).replace(' ', '')}")
     return " ".join(flags)
 
 
 def write_tracker(directory: Path) -> None:
-    """Write ``release`` into the tracker file, which names the newest iteration.
+    """Write ``release`` to the tracker file, in which Megatron-LM looks up the checkpoint to load.
 
     Raises:
-        ConversionError: the tracker file names an iteration of a training run.
+        ConversionError: the tracker file belongs to a training run.
     """
     tracker = directory / TRACKER_FILE
     if tracker.is_file():
@@ -207,7 +204,7 @@ def _multiple(vocab_size: int, padded_vocab: int) -> int:
     """Return a divisor with which Megatron-LM pads the vocabulary to ``padded_vocab``."""
     if padded_vocab == vocab_size:
         return 1
-    # Try 128 first, because Megatron-LM pads to a multiple of it without the flag.
+    # 128 is Megatron-LM's default, and needs no flag.
     return next(
         one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab
     )
@@ -218,35 +215,33 @@ def import_for_megatron_lm(
     target: Path,
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> ConversionResult:
-    """Write the checkpoint that a plan describes to ``target/release``, with the arguments of Megatron-LM.
-
-    The notes of the result list the flags that a run needs in addition to ``--load`` and
-    ``--use-checkpoint-args``.
+    """Write the checkpoint of a plan to ``target/release``, with Megatron-LM's arguments. The result's notes
+    list the flags that a run needs in addition to ``--load`` and ``--use-checkpoint-args``.
 
     Args:
-        plan, options: as for ``import_model``.
-        target: directory to create, or a directory that holds such a checkpoint.
+        plan, options: as in ``import_model``.
+        target: directory to create, or one with an earlier import.
 
     Raises:
-        ConversionError: as for ``import_model``; also if a training run keeps its checkpoints in ``target``,
-            or Megatron-LM has no such model.
+        ConversionError: as in ``import_model``. Also if a training run uses ``target``, or Megatron-LM's
+            arguments cannot describe the model.
     """
     state = megatron_lm_state(
         plan.architecture,
         plan.padded_vocab,
         main_dtype((plan.dtype(rule), plan.size(rule)) for rule in plan.rules),
     )
-    # Write the tracker first, so that a killed run can be resumed: the directory that the tracker names does
-    # not exist yet.
+    # Write the tracker first, so that a killed import is resumed: the directory that it names does not exist
+    # yet.
     write_tracker(target)
     try:
         outcome = import_model(plan, target / RELEASE, options, common_state=state)
     except Exception:
-        # Remove the tracker, which must not name a checkpoint that does not exist.
+        # The tracker must not name a missing checkpoint.
         if not (target / RELEASE).exists():
             (target / TRACKER_FILE).unlink(missing_ok=True)
         raise
-    # Write the tracker again, because another part that failed may have removed it.
+    # Another part that failed may have removed the tracker.
     write_tracker(target)
     flags = further_flags(state)
     return dataclasses.replace(

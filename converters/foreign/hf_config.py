@@ -1,8 +1,7 @@
-"""A Hugging Face config derived from a trainer's settings: the family that computes the same function, with
-every size and setting.
+"""Derive a Hugging Face config from a trainer's settings: choose the family that computes the same function,
+and translate all sizes.
 
-If the choice of the family is wrong, the config is not used, because ``converters.foreign.agreement`` finds
-the difference.
+A wrong choice of the family is detected by ``converters.foreign.agreement``.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ _FIX = "pass --hf-config DIRECTORY of a model of the same kind"
 
 
 def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str, Any]) -> dict[str, Any]:
-    """Return the parsed ``config.json`` of a model.
+    """Return the contents of ``config.json`` for a model.
 
     Args:
-        settings: settings of its trainer.
-        vocab_size: rows of the embedding that belong to tokens, without padding.
+        settings: the trainer's settings.
+        vocab_size: number of embedding rows without padding.
         tokens: config entries of special tokens.
 
     Raises:
-        ConversionError: no family has such a model.
+        ConversionError: no supported family computes this model.
     """
     values = settings.values
     family, own = _family(settings)
@@ -39,7 +38,7 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
         "head_dim": values["kv_channels"],
         "hidden_act": "silu",
         "hidden_size": values["hidden_size"],
-        # Use Megatron-Core's default if the trainer recorded no value, here and for rotary_base.
+        # Megatron-Core's default, if the trainer has recorded none; also for rotary_base.
         "initializer_range": values.get("init_method_std") or 0.02,
         "intermediate_size": width,
         "max_position_embeddings": values.get("max_sequence_length"),
@@ -57,10 +56,12 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
 
 
 def _family(settings: ForeignSettings) -> tuple[str, dict[str, Any]]:
-    """Return ``model_type``, and the config entries that only this family has."""
+    """Return the ``model_type`` and the config entries specific to this family."""
     values = settings.values
     if values.get("multi_latent_attention"):
         raise ConversionError(f"{settings.origin}: no config can be made for latent attention", _FIX)
+    # These flags identify the family: Qwen3 normalises heads, Qwen2 has query-key-value biases only, Llama
+    # has all biases or none.
     every_bias, norms = bool(values.get("add_bias_linear")), bool(values.get("qk_layernorm"))
     query_bias = bool(values.get("add_qkv_bias"))
     if values.get("num_moe_experts"):
@@ -77,10 +78,9 @@ def _family(settings: ForeignSettings) -> tuple[str, dict[str, Any]]:
 
 def _mixture_family(settings: ForeignSettings, norms: bool, query_bias: bool) -> tuple[str, dict[str, Any]]:
     values, layers = settings.values, sparse_layers(settings)
-    # Megatron-LM may have a coefficient for each kind of loss, while a config has only one.
+    # Megatron-LM may have a coefficient per kind of loss, but a config has only one.
     coefficient = values.get("moe_aux_loss_coeff")
-    # Without this setting Megatron-Core computes the softmax of the chosen logits, which is the normalised
-    # form.
+    # By default Megatron-Core applies softmax to the logits of the selected experts, which normalises them.
     normalized = not values.get("moe_router_pre_softmax")
     own: dict[str, Any] = {
         "num_experts_per_tok": values.get("moe_router_topk"),
@@ -119,6 +119,7 @@ def _mixture_family(settings: ForeignSettings, norms: bool, query_bias: bool) ->
 def _window(size: Any) -> int | None:
     """Return the window as transformers counts it, including the token itself; None without a window."""
     return (
+        # Megatron-Core's window does not count the token itself, transformers' window does.
         size[0] + 1
         if isinstance(size, tuple) and len(size) == 2 and isinstance(size[0], int) and size[0] >= 0
         else None

@@ -1,9 +1,8 @@
-"""Known settings of Megatron-Core: which ones affect the function that a model computes, and the neutral
-values of these.
+"""Settings of Megatron-Core, classified by their effect on the function that a model computes.
 
-Settings of initialisation, dropout, learning, parallelism, kernels and precision do not count, because
-weights trained with any of them are weights of the same function. The lists cover every field of
-``TransformerConfig`` in Megatron-Core 0.16.1 and 0.19.2, and the arguments of Megatron-LM.
+Settings of initialisation, dropout, optimisation, parallelism, kernels and precision have no effect on it:
+the same weights define the same function. The lists cover all fields of ``TransformerConfig`` in
+Megatron-Core 0.16.1 and 0.19.2, and Megatron-LM's arguments.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Transformer Engine uses these two values for "no window".
     "window_size": (None, (-1, -1), (-1, 0)),
 }
-"""Neutral values of settings that change the function. Other values are refused unless the architecture asks
-for them."""
+"""Setting -> neutral values. Another value is rejected unless the architecture requires it."""
 NEUTRAL_OF_MIXTURES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -113,7 +111,7 @@ NEUTRAL_OF_MIXTURES: dict[str, tuple[Any, ...]] = {
     ),
     "moe_shared_expert_intermediate_size": (None, 0),
 }
-"""Neutral values, like ``NEUTRAL``, for models with experts."""
+"""Further settings like ``NEUTRAL``, for models with experts."""
 READ = frozenset(
     {
         "activation",
@@ -155,7 +153,7 @@ READ = frozenset(
         "vocab_size",
     }
 )
-"""Settings that a config is derived from, and compared with."""
+"""Settings from which a config is derived, or with which it is compared."""
 DEFAULTS: dict[str, Any] = {
     "moe_layer_freq": 1,
     "moe_router_enable_expert_bias": False,
@@ -173,15 +171,15 @@ DEFAULTS: dict[str, Any] = {
     "rotary_percent": 1.0,
     "rotary_scaling_factor": 40,
 }
-"""Defaults of Megatron-Core, for releases that did not have the setting."""
-# An unknown setting with one of these words is refused, because it may change the function.
+"""Megatron-Core's defaults, for checkpoints of releases without the setting."""
+# An unknown setting with one of these words is rejected, because it may affect the function.
 _LOOKS_LIKE_THE_MODEL = re.compile(
     r"(^|_)(attention|attn|rope|rotary|norm|layernorm|rmsnorm|qk|kv|softmax|softcap\w*|logits?|activation"
     r"|gelu|swiglu|glu|expert|experts|router"
     r"|multiplier|residual|sink|sinks|window|sliding|mamba|linear|latent|mla|mtp|mup|embedding|gate|gated"
     r"|bias|heads?|hyper|engram)(_|$)|^moe_"
 )
-# Names that begin like this never change the function, although they contain such a word.
+# Settings with these prefixes never affect the function, although they may contain such a word.
 _NEVER_THE_MODEL = re.compile(
     r"(accumulate|adam|apply_wd|async|bert|check|checkpoint|ckpt|cp|cpu|cross_entropy|cuda|data|ddp|decode"
     r"|decoupled|defer|delay|dino|disable"
@@ -264,12 +262,12 @@ INERT = frozenset(
         "use_arbitrary_attention_mask",
     }
 )
-"""Settings whose names suggest the model, but which do not change its function."""
+"""Settings whose names suggest an effect on the function, but that have none."""
 _INERT_PREFIXES = ("moe_hybridep_", "moe_ncclep_", "moe_paged_stash", "moe_permute_", "moe_routing_trace_")
 
 
 def is_suspicious(name: str) -> bool:
-    """Return whether the name of an unknown setting suggests that it may affect the function."""
+    """Return whether an unknown setting may affect the function, judging by its name."""
     return not is_known(name) and not is_inert(name) and bool(_LOOKS_LIKE_THE_MODEL.search(name))
 
 
@@ -279,7 +277,7 @@ def is_known(name: str) -> bool:
 
 
 def is_inert(name: str) -> bool:
-    """Return whether a setting is known not to affect the function."""
+    """Return whether a setting is known to have no effect on the function."""
     return not is_known(name) and (
         name in INERT or name.startswith(_INERT_PREFIXES) or bool(_NEVER_THE_MODEL.match(name))
     )

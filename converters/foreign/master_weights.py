@@ -1,4 +1,4 @@
-"""Float32 weights kept by an optimizer of Megatron-Core, which replace the rounded weights of the model."""
+"""Read an optimizer's float32 master weights, instead of the model's rounded weights."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from converters.foreign.view import RenamedTensors, ViewedTensors
 from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
-# The format fully_reshardable uses "param"; fully_sharded_model_space, and an optimizer that is not
-# distributed, use "fp32_param".
+# Key in the format fully_reshardable: "param". In fully_sharded_model_space, and for an optimizer that is not
+# distributed: "fp32_param".
 _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\.(.+)")
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.")
 _OPTIMIZER_DIRECTORY = "optimizer"
 
 
 class MasterTensors(ViewedTensors):
-    """A checkpoint whose parameters are replaced by the optimizer's float32 weights.
+    """A checkpoint whose parameters are replaced by the optimizer's master weights.
 
     Args:
         model: tensors of the model.
-        master: tensors of the optimizer, under the keys of the model.
+        master: tensors of the optimizer, by the model's keys.
 
     Raises:
-        ConversionError: the optimizer has no float32 weights, lacks some, or their shapes differ from the
-            model's.
+        ConversionError: master weights are missing, or have another shape than the model's weights.
     """
 
     def __init__(self, model: StoredTensors, master: StoredTensors) -> None:
@@ -38,7 +37,7 @@ class MasterTensors(ViewedTensors):
         problems = []
         for key in self:
             if key not in master:
-                # An optimizer has no second copy of a parameter that is itself float32.
+                # Parameters that are float32 themselves have no master weights.
                 if model.dtype(key) != torch.float32:
                     problems.append(f"missing: {key} ({model.dtype(key)} in the model)")
             elif master.dtype(key) != torch.float32 or master.shape(key) != model.shape(key):
@@ -61,24 +60,22 @@ class MasterTensors(ViewedTensors):
         return self._master if key in self._master else self._tensors, key
 
     def __iter__(self) -> Iterator[str]:
-        # Skip keys of optimizer states, with or without the number of a chained optimizer: they are not
-        # parameters.
+        # Skip the optimizer state, with or without the number of a chained optimizer.
         return iter(key for key in self._tensors if "optimizer." not in key)
 
 
 def optimizer_beside(directory: Path) -> list[Path]:
-    """Return the optimizer's checkpoint next to that of the weights, or an empty list if there is none."""
+    """Return the optimizer's checkpoint next to the weights, as a list; empty if there is none."""
     beside = directory.parent / _OPTIMIZER_DIRECTORY
     return [beside] if is_checkpoint(beside) else []
 
 
 def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
-    """Return a checkpoint with the float32 weights of its optimizer, which is stored in the checkpoint or in
-    the directory ``optimizer`` next to it.
+    """Return a checkpoint with the master weights of its optimizer. The optimizer state is in the checkpoint,
+    or in the directory ``optimizer`` next to it.
 
     Raises:
-        ConversionError: there is no optimizer state, or it is in a format that only the ranks that wrote it
-            can read.
+        ConversionError: there is no optimizer state, or only its own ranks can read its format.
     """
     places = [checkpoint, *map(TorchDistCheckpoint, optimizer_beside(checkpoint.directory))]
     for place in places:

@@ -1,9 +1,8 @@
-"""Opening of foreign Megatron checkpoints: it reads their settings of the model, and presents their tensors
-in the format of this library.
+"""Open checkpoints of other trainers: read their model settings, and map their tensors to this library's
+keys.
 
-State other than tensors is in ``common.pt`` or, since Megatron-Core 0.18, in an object among the tensors;
-reading it runs no code. If a config has to be derived, special tokens and the vocabulary size come from the
-user or from files that give them.
+Other state is in ``common.pt`` or, since Megatron-Core 0.18, in an object among the tensors; reading it runs
+no code. When a config is derived, special tokens and the vocabulary size come from the user's options.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ _LARGEST = 2**28
 
 
 def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
-    """Read the state that a trainer saved next to the tensors: plain values unchanged, everything else as
-    ``Placeholder``.
+    """Read the state that a trainer saved next to the tensors. Plain values are unchanged; other objects
+    become ``Placeholder``.
 
     Returns:
         The state; empty if none was saved.
 
     Raises:
-        ConversionError: the state is damaged, or holds objects that no trainer stores there.
+        ConversionError: the state is damaged, or contains unexpected objects.
     """
     path = checkpoint.directory / COMMON_FILE
     if path.exists():
@@ -63,7 +62,7 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
             state = _read(file, str(path))
     elif _OBJECT in checkpoint.objects:
         name = f"{_OBJECT} in {checkpoint.directory}"
-        # Megatron-Core saves the list of a rank's objects under one key.
+        # Megatron-Core stores a list with the objects of a rank.
         state = _read(io.BytesIO(checkpoint.read_object(_OBJECT)), name)
         state = state[0] if isinstance(state, list) and len(state) == 1 else state
     else:
@@ -77,10 +76,10 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
 
 
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that Megatron-LM was started with, or None if there are none.
+    """Return the arguments of the Megatron-LM run, or None if there are none.
 
     Raises:
-        ConversionError: the state's ``args`` are not arguments.
+        ConversionError: ``args`` in the state is not a namespace of arguments.
     """
     arguments = state.get("args")
     if arguments is None:
@@ -94,13 +93,13 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(file: BinaryIO, what: str) -> Any:
-    """Unpickle an archive of ``torch.save``, leaving out its tensors."""
+    """Unpickle an archive of ``torch.save`` without its tensors."""
     try:
         with zipfile.ZipFile(file) as archive:
             (entry,) = (
                 entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl"
             )
-            # torch.save does not compress. A compressed entry may unpack to any size.
+            # torch.save does not compress, and a compressed entry could expand to any size.
             if entry.file_size > _LARGEST or entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"a description of {entry.file_size} bytes")
             return unpickle(io.BytesIO(archive.read(entry)), placeholder, what, Placeholder)
@@ -114,7 +113,7 @@ def _read(file: BinaryIO, what: str) -> Any:
 
 
 def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> ForeignSettings | None:
-    """Return a trainer's settings of the model in its checkpoint, or None if the trainer stored none.
+    """Return the model settings that a trainer stored in its checkpoint, or None if it stored none.
 
     Raises:
         ConversionError: the settings are damaged, or contradict the user's options.
@@ -136,15 +135,15 @@ def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> F
 
 
 def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
-    """Return the checkpoint's tensors without key prefixes.
+    """Return the tensors of a checkpoint without key prefixes.
 
     Args:
-        checkpoint: the checkpoint as it is stored.
+        checkpoint: the checkpoint.
         weights: see ``OpeningOptions``.
 
     Raises:
-        ConversionError: the checkpoint does not hold exactly one model, holds adapters, or lacks the
-            requested weights.
+        ConversionError: the checkpoint contains adapters or not exactly one model, or lacks the requested
+            weights.
     """
     refuse_adapters(checkpoint)
     refuse_own_gated_delta_nets(checkpoint)
@@ -154,7 +153,7 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
 
 
 def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTensors:
-    """Return the tensors under the keys that the architecture asks for.
+    """Return the tensors by the keys that the architecture needs.
 
     Raises:
         ConversionError: a tensor is stored under two names.
@@ -167,20 +166,20 @@ def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTe
     return CanonicalTensors(tensors, grids)
 
 
-# This is Megatron-LM's default of --make-vocab-size-divisible-by.
+# Default of Megatron-LM's --make-vocab-size-divisible-by.
 _MEGATRON_MULTIPLE = 128
 
 
 def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int) -> int:
-    """Return the number of embedding rows that belong to tokens.
+    """Return the number of embedding rows without padding.
 
     Args:
-        settings: settings of the trainer.
-        options: options of the user, which take precedence.
-        rows: rows of the stored embedding, including padding.
+        settings: the trainer's settings.
+        options: the user's options, which take precedence.
+        rows: number of rows of the stored embedding, with padding.
 
     Raises:
-        ConversionError: nothing gives the number, or the given number does not fit the embedding.
+        ConversionError: the number is unknown, or does not match the embedding.
     """
     fix = f"pass --vocab-size N, the vocab_size of the model's config.json, at most {rows}"
     if options.vocab_size is not None:
@@ -193,11 +192,12 @@ def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int)
     said = settings.values.get("vocab_size")
     counts_more = (
         "null" in str(settings.values.get("tokenizer_type") or "").lower()
-    )  # This tokenizer adds a token to the given vocabulary size.
+    )  # NullTokenizer adds a token to the given vocabulary size.
     if not isinstance(said, int) or isinstance(said, bool) or said < 1 or counts_more:
         raise ConversionError(
             f"{settings.origin} does not say how many of the {rows} rows of the embedding are padding", fix
         )
+    # Megatron-LM pads the vocabulary to a multiple of this number times the tensor-parallel size.
     multiple = settings.values.get("make_vocab_size_divisible_by") or _MEGATRON_MULTIPLE
     ranks = settings.values.get("tensor_model_parallel_size") or 1
     if rows not in (said, padded_vocab_size(said, ranks, multiple)):
@@ -210,10 +210,11 @@ def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int)
 
 
 def token_entries(options: OpeningOptions) -> dict[str, Any]:
-    """Return the config entries of special tokens. Unknown tokens are null, so that no config class fills in
-    its defaults."""
+    """Return the config entries of special tokens. Unknown ones are null, so that the config class does not
+    fill in its defaults."""
     entries: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if options.tokenizer is not None:
+        # Later files override earlier ones, as the generation config does in transformers.
         for name in ("config.json", "generation_config.json"):
             found = _read_json_file(options.tokenizer / name)
             entries |= {key: found[key] for key in entries if found.get(key) is not None}

@@ -1,4 +1,4 @@
-"""Options with which a user supplies what a checkpoint lacks."""
+"""Options by which a user supplies what a checkpoint does not contain."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ class OpeningOptions:
     """Options of ``open_megatron``.
 
     Attributes:
-        hf_directory: directory with config and tokenizer of the model.
-        tokenizer: directory with only the tokenizer's files, for a config that is derived from the trainer's
+        hf_directory: directory with the model's config and tokenizer.
+        tokenizer: directory with only the tokenizer, for a config that is derived from the trainer's
             settings.
-        vocab_size: rows of the embedding that belong to tokens, without padding.
-        eos_token_ids: ids of the end-of-text tokens; empty for none.
-        ignored_settings: settings of the trainer that are known to be harmless.
-        ignored_config_keys: keys of ``config.json`` that are known to be harmless.
-        rope_scaling_factor: factor of Llama 3's rope scaling that the model was trained with
-            (``with_rope_factor``).
+        vocab_size: number of embedding rows without padding.
+        eos_token_ids: end-of-text token ids; empty for none.
+        ignored_settings: names of the trainer's settings to ignore.
+        ignored_config_keys: keys of ``config.json`` to ignore.
+        rope_scaling_factor: factor of Llama 3's rope scaling in training (``with_rope_factor``).
         weights: ``model``, or ``master`` for the optimizer's float32 weights.
     """
 

@@ -1,7 +1,7 @@
-"""Placeholders for the names in a foreign pickle: objects that record their arguments, and do nothing.
+"""Placeholders for objects in a foreign pickle, which record their arguments and do nothing.
 
-Megatron-LM pickles its parsed arguments, among them enums, dtypes, signals and any classes that a fork has
-added. None of these is imported, because reading the arguments does not need them.
+Megatron-LM pickles its parsed arguments, which may contain enums, dtypes, signals and classes of a fork. None
+of these is imported, because the arguments can be read without them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# Arguments consist of these types. Any other name of the standard library is a reason to distrust the file.
+# Types that occur in arguments. Any other name of the standard library makes the file suspicious.
 _STANDARD = {
     "_codecs": {"encode"},
     "argparse": {"Namespace"},
@@ -22,9 +22,9 @@ _STANDARD = {
     "types": {"SimpleNamespace"},
 }
 _STANDARD_MODULES = frozenset({"datetime", "decimal", "enum", "fractions", "pathlib", "signal", "uuid"})
-# torch.save writes module names of Python 2.
+# torch.save uses module names of Python 2.
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-# The content of these containers is read, and calling them has no other effect.
+# Real containers, because their contents are read; calling them has no side effect.
 _REAL: dict[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "set"): set,
@@ -34,18 +34,18 @@ _REAL: dict[tuple[str, str], Any] = {
 
 
 class Placeholder:
-    """Stand-in for an object in a pickle that is not needed. It accepts every operation of unpickling.
+    """Stand-in for an object in a pickle. Accepts every operation of unpickling.
 
     Attributes:
         what: module and name of the class or function.
-        given: arguments that it was called with.
+        given: arguments of its call.
         state: state that the pickle sets.
     """
 
     what = ""
 
     def __new__(cls, *given: Any, **named: Any) -> Placeholder:
-        # Set the attributes here rather than in __init__, which pickle does not call for every object.
+        # pickle does not call ``__init__`` for every object.
         self = object.__new__(cls)
         self.given, self.state = (*given, *named.values()), None
         return self
@@ -58,30 +58,29 @@ class Placeholder:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Accept an entry, like a dictionary."""
+        """Ignore an entry, as of a dictionary."""
 
     def append(self, value: Any) -> None:
-        """Accept an item, like a list."""
+        """Ignore an item, as of a list."""
 
     def extend(self, values: Any) -> None:
-        """Accept items, like a list."""
+        """Ignore items, as of a list."""
 
     def add(self, value: Any) -> None:
-        """Accept an item, like a set."""
+        """Ignore an item, as of a set."""
 
     def __repr__(self) -> str:
         return self.what + (repr(self.given) if self.given else "")
 
 
 class Arguments(Placeholder):
-    """Stand-in for an ``argparse.Namespace``: its state is the dictionary of its attributes."""
+    """Stand-in for ``argparse.Namespace``; its state is the dictionary of attributes."""
 
     what = "argparse.Namespace"
 
 
 def placeholder(module: str, name: str) -> Any:
-    """Return the stand-in for a name in a pickle of arguments, or None for a name that does not
-    belong there."""
+    """Return the stand-in for a name in a pickle of arguments; None if the name is not allowed."""
     module = _OLD_MODULES.get(module, module)
     if (module, name) in _REAL:
         return _REAL[module, name]
@@ -90,8 +89,8 @@ def placeholder(module: str, name: str) -> Any:
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     root = module.partition(".")[0]
-    # A class of a fork becomes a placeholder. A name of the standard library does so only if arguments need
-    # it.
+    # Classes of forks become placeholders. Names of the standard library are allowed only if arguments need
+    # them.
     known = name in _STANDARD.get(module, ()) or module in _STANDARD_MODULES
     if root in sys.stdlib_module_names and not known:
         return None

@@ -1,8 +1,8 @@
-"""Settings of a foreign checkpoint's model, under the names of Megatron-Core's configuration.
+"""Model settings of another trainer's checkpoint, translated to the names of Megatron-Core's config.
 
-The names are those of ``TransformerConfig`` and ``GPTModel``, as in ``model_config.megatron_settings``;
-``activation``, the name of the function, replaces ``activation_func``. Megatron-Bridge's ``run_config.yaml``
-is read as plain YAML, and nothing in it is called.
+Names are those of ``TransformerConfig`` and ``GPTModel``, as in ``model_config.megatron_settings``, except
+``activation``: the name of ``activation_func``. Megatron-Bridge's ``run_config.yaml`` is parsed as plain
+YAML; nothing in it is called.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from converters.foreign.placeholders import Placeholder
 
 _SILU = ("silu", "swish")
 ROPE_FACTOR = 8.0
-"""Factor of Llama 3's rope scaling in every model that Megatron-LM builds. Its argument
-``--rope-scaling-factor`` does not reach the model (``gpt_config_from_args`` of 0.19.2)."""
+"""Factor of Llama 3's rope scaling in all models that Megatron-LM builds. Its ``--rope-scaling-factor`` does
+not reach the model (``gpt_config_from_args`` of 0.19.2)."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ForeignSettings:
     """Settings of a model.
 
     Attributes:
-        origin: source of the settings, for messages.
-        values: values by name; a setting without a value is missing or None.
+        origin: file or state that they come from, for messages.
+        values: name -> value; unset settings are missing or None.
     """
 
     origin: str
@@ -39,17 +39,17 @@ class ForeignSettings:
 
 
 def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> ForeignSettings:
-    """Return the settings from the arguments of Megatron-LM, or of a trainer built on it such as slime.
+    """Translate the arguments of Megatron-LM, or of a trainer built on it such as slime.
 
     Raises:
-        ConversionError: the arguments do not even give the size of the model.
+        ConversionError: the arguments lack the sizes of the model.
     """
     values = {name: value for name, value in arguments.items() if name not in _ARGUMENTS_OF_THEIR_OWN}
     for name, others in RENAMED_ARGUMENTS.items():
         for other in others:
             if values.get(name) is None and arguments.get(other) is not None:
                 values[name] = arguments[other]
-    # Megatron-LM writes num_query_groups = 1 if grouped-query attention is off.
+    # Without grouped-query attention, Megatron-LM stores num_query_groups = 1.
     values["num_query_groups"] = (
         arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     )
@@ -60,7 +60,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         values["position_embedding_type"] = "rope"
     values["gated_linear_unit"] = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
     chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if arguments.get(name)]
-    # Two activations at once define no function, and their joined name matches no config.
+    # Two activations at once are invalid; their joined name matches no config.
     values["activation"] = _ACTIVATIONS.get(" and ".join(chosen), " and ".join(chosen) or "gelu")
     if values.get("position_embedding_type") == "yarn" and not values.get("multi_latent_attention"):
         for name, other in YARN_ARGUMENTS.items():
@@ -70,16 +70,16 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
 
 
 def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded: bool) -> ForeignSettings:
-    """Return the settings with the factor of Llama 3's rope scaling that the model was trained with.
+    """Return the settings with the factor of Llama 3's rope scaling that was used in training.
 
     Args:
-        settings: settings of the trainer.
-        said: factor that the user gives, or None.
-        is_heeded: whether the trainer uses the factor that it records. Megatron-LM does not; a trainer built
-            on it may.
+        settings: the trainer's settings.
+        said: factor given by the user, or None.
+        is_heeded: the trainer uses the factor that it records. Megatron-LM does not, but a trainer built on
+            it may.
 
     Raises:
-        ConversionError: the factor is unknown, or the user's factor has no meaning or contradicts the
+        ConversionError: the factor is unknown, or the user's factor is not applicable or contradicts the
             trainer.
     """
     found = settings.values.get("rope_scaling_factor")
@@ -109,12 +109,13 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
 
 
 def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSettings:
-    """Return the settings from the section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of
-    a model provider, or of a model config with a separate section for the transformer.
+    """Translate the section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of a model
+    provider, or of a model config with a nested ``transformer`` section.
 
     Raises:
-        ConversionError: the section does not even give the size of the model.
+        ConversionError: the section lacks the sizes of the model.
     """
+    # Some releases of Megatron-Bridge nest the fields of the transformer.
     nested = model.get("transformer")
     merged = {**model, **nested} if isinstance(nested, Mapping) else dict(model)
     values = {
@@ -137,15 +138,15 @@ _SYMBOLS = {
     "M": "Mamba",
 }
 _SYMBOLS |= {"-": "MLP", "E": "experts", "/": "layers that predict further tokens"}
-"""Symbols in the pattern of a HybridModel's layers."""
+"""Symbols in the layer pattern of a HybridModel."""
 
 
 def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
-    """Return the settings of a HybridModel as those of the GPTModel with the same layers; other settings are
+    """Translate the settings of a HybridModel to those of a GPTModel with the same layers. Other settings are
     returned unchanged.
 
     Raises:
-        ConversionError: the pattern does not form whole layers (``view.with_whole_layers``).
+        ConversionError: the pattern is not a sequence of mixer and MLP (``view.with_whole_layers``).
     """
     values = settings.values
     name = next(filter(values.get, ("hybrid_layer_pattern", "hybrid_override_pattern")), None)
@@ -176,7 +177,7 @@ def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
     return replace(settings, values={**values, **own})
 
 
-# Larger numbers are a sign of damage, and loops over them would take too long.
+# Upper bounds: larger numbers mean damage, and loops over them would take too long.
 _SIZES = {"num_layers": 10_000, "hidden_size": 10**7, "num_attention_heads": 10**5}
 RENAMED_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "num_moe_experts": ("num_experts",),
@@ -187,7 +188,7 @@ RENAMED_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "max_sequence_length": ("max_position_embeddings", "seq_length"),
 }
 _ACTIVATIONS = {"swiglu": "silu", "quick_geglu": "quick_gelu"}
-# The table gives Megatron-LM's arguments for settings of YaRN, by Megatron-Core's names of these settings.
+# Megatron-Core's name of a YaRN setting -> Megatron-LM's argument.
 YARN_ARGUMENTS = {
     "yarn_rotary_scaling_factor": "rotary_scaling_factor",
     "yarn_mscale": "mscale",
@@ -212,7 +213,7 @@ _ARGUMENTS_OF_THEIR_OWN = frozenset(
 
 
 def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
-    """Return the settings, including the values that Megatron-Core derives from others."""
+    """Return the settings, with values that Megatron-Core derives from others."""
     missing = [name for name, most in _SIZES.items() if not _is_size(values.get(name), most)]
     if missing:
         raise ConversionError(
@@ -231,10 +232,10 @@ def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
     if values.get("moe_ffn_hidden_size") is None:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
     values["add_qkv_bias"] = bool(values.get("add_qkv_bias") or values.get("add_bias_linear"))
-    # With yarn_mscale = 1 and no yarn_mscale_all_dim, Megatron-Core computes the same as with neither.
+    # For Megatron-Core, yarn_mscale = 1 without yarn_mscale_all_dim is the same as neither.
     if values.get("yarn_mscale") == 1 and not values.get("yarn_mscale_all_dim"):
         values["yarn_mscale"] = values["yarn_mscale_all_dim"] = None
-    # Convert the list, because YAML has no tuples and the value is compared with a tuple.
+    # YAML has no tuples, and the value is compared with a tuple.
     if isinstance(values.get("window_size"), list):
         values["window_size"] = tuple(values["window_size"])
     return ForeignSettings(origin, values)
@@ -245,8 +246,8 @@ def _is_size(value: Any, most: int) -> bool:
 
 
 def _function_name(value: Any) -> str:
-    """Return the name of a function, such as ``silu`` for any spelling of torch.nn.functional.silu. A value
-    that cannot be read is returned as text."""
+    """Return the name of a function, such as ``silu`` for all spellings of torch.nn.functional.silu. Other
+    values are returned as text."""
     if isinstance(value, Mapping):
         value = value.get("_target_", value)
     if isinstance(value, Placeholder) or (isinstance(value, type) and issubclass(value, Placeholder)):
@@ -269,7 +270,7 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
     """Return a section of ``run_config.yaml``: ``model``, or ``peft`` if adapters were trained.
 
     Raises:
-        ConversionError: the file is damaged, too large, or has no such section.
+        ConversionError: the file is damaged or too large, or lacks the section.
     """
     try:
         if require_regular(path).stat().st_size > _LARGEST:
@@ -277,6 +278,7 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
                 f"{path} has {path.stat().st_size} bytes, at most {_LARGEST} are read",
                 "pass --hf-config DIRECTORY",
             )
+        # safe_load rejects tags of Python objects, which could run code.
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     # Re-raise it: a ConversionError is a ValueError, which the next clause would report as unreadable.
     except ConversionError:

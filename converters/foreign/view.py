@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint under the keys of ``converters.torch_dist.keys``, whatever their names and
+"""Map the tensors of a checkpoint to the keys of ``converters.torch_dist.keys``, whatever their names and
 sharding.
 
-Known variants are prefixes of all keys, norms named as in Megatron-Core's own layer spec or as fused by
-Transformer Engine, experts stored one by one, and gate and up stored separately (``singleton_local_shards``).
-The legacy ``GroupedMLP`` stores the same tensors as the other experts.
+Known variants: a prefix of all keys; norms named as in Megatron-Core's own layer spec, or as fused by
+Transformer Engine; experts stored one by one; gate and up stored separately (``singleton_local_shards``). The
+legacy ``GroupedMLP`` stores the same tensors as other experts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ from converters.torch_dist.keys import is_of_optimizer
 from converters.torch_dist.reader import StoredTensors, missing_elements, overlaps
 
 EMBEDDING = "embedding.word_embeddings.weight"
-# These are adapters that Megatron-Bridge adds to a linear layer, and the name under which it then stores the
-# layer.
+# Keys of adapters that Megatron-Bridge adds to a linear layer, and the name under which it then stores the
+# layer's weight.
 _ADAPTER = re.compile(r"(^|\.)(adapter\.(adapter_\w+\.)?linear_(in|out)\.|to_wrap\.|lora_[AB]\b)")
 _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias))")
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A stored tensor inside a larger one: ``box`` is its range there. An axis ``added_axis`` of size 1
-    exists only in the larger tensor."""
+    """A stored tensor that is a section of a larger tensor.
+
+    Attributes:
+        key: name of the stored tensor.
+        box: its range in the larger tensor.
+        added_axis: dimension of size 1 that exists only in the larger tensor, if any.
+    """
 
     key: str
     box: Box
@@ -42,24 +47,24 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the view, and the stored tensors that form it."""
+    """A tensor of the view, and the stored tensors from which it is assembled."""
 
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
 
 
 class ViewedTensors:
-    """View of stored tensors, which implements ``StoredTensors``: each key maps to a stored tensor.
+    """A view of stored tensors that implements ``StoredTensors``. Each key maps to one stored tensor.
 
     Args:
-        tensors: the tensors as they are stored.
+        tensors: the stored tensors.
     """
 
     def __init__(self, tensors: StoredTensors) -> None:
         self._tensors = tensors
 
     def _stored(self, key: str) -> tuple[StoredTensors, str]:
-        """Return the tensors that hold a key, and the key under which it is stored."""
+        """Return the collection that contains a key, and the name of the tensor there."""
         return self._tensors, key
 
     @property
@@ -95,11 +100,11 @@ class ViewedTensors:
 
 
 class RenamedTensors(ViewedTensors):
-    """View of tensors under other keys.
+    """A view of tensors under other keys.
 
     Args:
-        tensors: the tensors as they are stored.
-        names: stored keys by the keys of the view; other tensors are hidden.
+        tensors: the stored tensors.
+        names: key in the view -> stored key; other tensors are hidden.
     """
 
     def __init__(self, tensors: StoredTensors, names: Mapping[str, str]) -> None:
@@ -117,11 +122,11 @@ class RenamedTensors(ViewedTensors):
 
 
 class CanonicalTensors(ViewedTensors):
-    """View of tensors under the keys that a model asks for.
+    """A view of tensors under the keys that a model needs.
 
     Args:
-        tensors: the tensors as they are stored.
-        grids: for each key that a model asks for, the sizes of its leading axes of layers and experts.
+        tensors: the stored tensors.
+        grids: key -> sizes of its leading dimensions of layers and experts.
 
     Raises:
         ConversionError: a tensor is stored under two names.
@@ -150,7 +155,8 @@ class CanonicalTensors(ViewedTensors):
         return self._entries[key].shape if key in self._entries else super().shape(key)
 
     def dtype(self, key: str) -> torch.dtype:
-        """See ``StoredTensors``; if pieces have different dtypes, the result holds the values of all."""
+        """See ``StoredTensors``. If the pieces have different dtypes, return one to which all convert
+        exactly."""
         if key not in self._entries:
             return super().dtype(key)
         return functools.reduce(
@@ -187,8 +193,8 @@ class CanonicalTensors(ViewedTensors):
 
 
 def refuse_adapters(tensors: StoredTensors) -> None:
-    """Refuse a checkpoint of LoRA training, in which Megatron-Bridge keeps the adapters next to the weights
-    that they change.
+    """Reject a checkpoint of LoRA training, in which Megatron-Bridge stores adapters next to the base
+    weights.
 
     Raises:
         ConversionError: there are adapters.
@@ -206,8 +212,9 @@ def refuse_adapters(tensors: StoredTensors) -> None:
 
 
 def refuse_own_gated_delta_nets(tensors: StoredTensors) -> None:
-    """Refuse Megatron-Core's own gated delta nets: it stores their projection part by part, and the weight of
-    their output norm minus 1, which cannot be undone bit for bit.
+    """Reject checkpoints whose gated delta nets are in Megatron-Core's native layout. It splits the input
+    projection into parts and stores the output norm as ``weight - 1``; adding the 1 back does not restore the
+    original bits.
 
     Raises:
         ConversionError: the checkpoint has such layers.
@@ -222,12 +229,13 @@ def refuse_own_gated_delta_nets(tensors: StoredTensors) -> None:
 
 
 def without_prefix(tensors: StoredTensors) -> StoredTensors:
-    """Return the tensors without the prefix of the model's keys (``model.``, ``module.``). Other keys, such
-    as those of optimizers, are unchanged.
+    """Remove the prefix of a model's keys (``model.``, ``module.``). Other keys, such as those of optimizers,
+    are unchanged.
 
     Raises:
-        ConversionError: there are several models in the checkpoint.
+        ConversionError: the checkpoint contains several models.
     """
+    # Every model has one word embedding, so its key reveals the prefix.
     embeddings = [key for key in tensors if key.endswith(EMBEDDING) and "optimizer." not in key]
     prefixes = {key.removesuffix(EMBEDDING) for key in embeddings}
     if len(prefixes) > 1:
@@ -250,20 +258,19 @@ def without_prefix(tensors: StoredTensors) -> StoredTensors:
 _BLOCK = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.((\w+)\..+)")
 _LAST_NORM, _LAST_NORM_OF_GPT = "decoder.final_norm.", "decoder.final_layernorm."
 _PREDICTION = "mtp."
-# The table states whether a module of a HybridModel's layer belongs to the first or the second half of a
-# layer of GPTModel.
+# Module of a HybridModel's block -> half of a GPTModel's layer: 0 for the mixer, 1 for the MLP.
 _HALF = {"input_layernorm": 0, "self_attention": 0, "pre_mlp_layernorm": 1, "mlp": 1}
 
 
 def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
-    """Return the tensors of a HybridModel (formerly MambaModel) under the keys of GPTModel; other tensors are
+    """Map the tensors of a HybridModel (formerly MambaModel) to the keys of GPTModel. Other tensors are
     returned unchanged.
 
-    Each layer of a HybridModel is a single block. A layer of any other model is two blocks: a token mixer,
-    followed by an MLP or experts.
+    A HybridModel counts the token mixer and the MLP of a layer as two layers.
 
     Raises:
-        ConversionError: the blocks do not form whole layers, or there are prediction layers.
+        ConversionError: the blocks are not alternately mixers and MLPs, or there are multi-token-prediction
+            layers.
     """
     if not any(key.startswith(_LAST_NORM) for key in tensors):
         return tensors
@@ -273,6 +280,7 @@ def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
             "not converted",
             "save the checkpoint without them",
         )
+    # HybridModel stores attention and MLP as layers of their own: 2n and 2n + 1 for layer n.
     names: dict[str, str] = {}
     for key in tensors:
         match = _BLOCK.fullmatch(key)
@@ -291,7 +299,7 @@ def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
 
 
 def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
-    """Return the stored pieces of a model's key, or None if none of them is stored."""
+    """Return how a model's key is assembled from stored tensors; None if it is not stored."""
     names = [key, *_other_norms(key)]
     alone = map(functools.partial(_alone, tensors), names)
     halves = map(functools.partial(_halves, tensors), names)
@@ -320,7 +328,7 @@ def _alone(tensors: StoredTensors, key: str) -> _Entry | None:
 
 
 def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
-    """Return a gated matrix whose halves are stored separately, or None if they are not."""
+    """Return a gated matrix whose halves are stored separately, or None."""
     gate, up = f"{key}_w", f"{key}_v"
     if gate not in tensors or up not in tensors:
         return None
@@ -331,7 +339,7 @@ def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
 
 
 def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
-    """Return the experts of one or all layers if they are stored one by one, or None."""
+    """Return the stack of experts, of one or all layers, if experts are stored one by one; else None."""
     match = _EXPERTS.fullmatch(key)
     if match is None or not grid:
         return None

@@ -1,2 +1,2 @@
-"""Mapping between Hugging Face tensors and Megatron-Core parameters: rules, tensor-parallel layouts, and one
-view of a model for both formats."""
+"""Map Hugging Face tensors to Megatron-Core parameters: rules, tensor-parallel layouts, and a common view of
+models in both formats."""

@@ -1,4 +1,4 @@
-"""Formulas that express an expected shape in keys of ``config.json``, for messages about wrong shapes."""
+"""Express expected shapes as formulas of ``config.json`` keys, for messages about wrong shapes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from converters.model_config.architecture import Architecture
 
 _HEADS, _GROUPS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
 _QUERIES = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
-# The table gives, by the last part of a module's name, the possible sizes of its rows and of its columns, the
-# likeliest first.
+# Last part of a module's name -> (formulas of its rows, formulas of its columns), the likeliest first.
 _MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embed_tokens": (("vocab_size",), ("hidden_size",)),
     "lm_head": (("vocab_size",), ("hidden_size",)),
@@ -35,7 +34,7 @@ _LINEAR_KEYS, _LINEAR_VALUES = (
     "linear_num_value_heads * linear_value_head_dim",
 )
 _CONVOLVED = f"2 * {_LINEAR_KEYS} + {_LINEAR_VALUES}"
-# The table gives the same for modules inside gated delta nets.
+# The same for modules of gated delta nets.
 _GATED_DELTA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "in_proj_qkvz": ((f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}",), ("hidden_size",)),
     "in_proj_ba": (("2 * linear_num_value_heads",), ("hidden_size",)),
@@ -52,13 +51,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def formula_of(name: str, shape: Sequence[int], architecture: Architecture) -> str:
-    """Return the formula of a Hugging Face tensor's expected shape, such as ``[num_key_value_heads *
-    head_dim, hidden_size]``. Sizes that match no expression remain numbers."""
+    """Return the formula of a tensor's expected shape, such as ``[num_key_value_heads * head_dim,
+    hidden_size]``. Sizes without a formula remain numbers."""
     return f"[{', '.join(_expressions(name, shape, architecture))}]"
 
 
 def formula_of_parameter(rule: Rule, architecture: Architecture) -> str:
-    """Return the formula of a whole Megatron-Core parameter, whose rows are the sum of its tensors' rows."""
+    """Return the formula of a full Megatron-Core parameter. Its rows are the sum of its tensors' rows."""
     parts = [_expressions(part.name, part.shape, architecture) for part in rule.parts]
     return f"[{', '.join([' + '.join(part[0] for part in parts), *parts[0][1:]])}]"
 
@@ -76,12 +75,12 @@ def _expressions(name: str, shape: Sequence[int], architecture: Architecture) ->
 
 
 def _values(name: str, architecture: Architecture) -> dict[str, int]:
-    """Return the values of the expressions. Expressions that are likely for a tensor of this name
-    come first."""
+    """Return formula -> value for a model. Formulas that are likely for a tensor of this name come first."""
     mixture, latent, head = architecture.mixture, architecture.latent_attention, architecture.head
     values: dict[str, int] = {}
     if mixture is not None:
         keys = FAMILIES[architecture.family].config_keys
+        # The key that users find in a config of this family.
         experts = next((key for key in _EXPERTS if key in keys), _EXPERTS[0])
         width = "moe_intermediate_size" if "moe_intermediate_size" in keys else "intermediate_size"
         if "shared_expert" in name:

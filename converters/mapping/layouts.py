@@ -1,9 +1,8 @@
-"""Layouts of tensor-parallel shards: the origin of every row, in pure arithmetic, for both reading and
-writing.
+"""Layout of tensor-parallel shards: the origin of each row, as pure arithmetic.
 
-A shard is described as a list of spans, each a run of rows (or columns) of one full Hugging Face tensor, in
-the shard's order. Reading copies the spans into the shard; writing copies them out of it. Since both use the
-same description, they are inverse by construction.
+A shard is a list of spans in order; each span is a range of rows (or columns) of one full Hugging Face
+tensor. Reading copies the spans into the shard, and writing copies them out, so both are inverse by
+construction.
 """
 
 from __future__ import annotations
@@ -18,8 +17,13 @@ from converters.mapping.rule import Kind, Rule
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Indices ``start`` to ``stop`` along the sharded axis of part number ``part`` of the rule. In the shard
-    they start at index ``position``."""
+    """A range of rows or columns of a Hugging Face tensor.
+
+    Attributes:
+        part: index of the tensor in the rule's parts.
+        start, stop: range along the sharded axis of the full tensor.
+        position: index in the shard at which the range begins.
+    """
 
     part: int
     start: int
@@ -28,18 +32,18 @@ class Span:
 
     @property
     def length(self) -> int:
-        """Number of indices."""
+        """Number of rows or columns."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Layout of one rank's shard.
+    """Layout of a rank's shard.
 
     Attributes:
-        shape: shape of the shard, including padding.
-        axis: axis along which the spans are concatenated.
-        spans: spans from the first index on; the indices after them are padding.
+        shape: shape of the shard, with padding.
+        axis: sharded axis.
+        spans: spans from the first index on; the rest is padding.
     """
 
     shape: tuple[int, ...]
@@ -48,45 +52,44 @@ class ShardLayout:
 
     @property
     def padding(self) -> int:
-        """Number of indices at the end of the axis that come from no tensor."""
+        """Number of rows or columns at the end that are padding."""
         return self.shape[self.axis] - sum(span.length for span in self.spans)
 
 
-# Cache the result: every range of rows that is read needs it, and a fused parameter has thousands of spans.
+# Cached, because every read needs it, and a fused parameter has thousands of spans.
 @lru_cache(maxsize=4096)
 def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
-    """Return the origin of every row of the whole, unsharded parameter, in the order of its rows.
+    """Return the origin of each row of a full, unsharded parameter, in order.
 
     Args:
         rule: rule of the parameter.
-        head_dim: width of one attention head; used only by ``Kind.QKV``.
-        padded_vocab: rows of the padded embedding; used only by ``Kind.VOCAB``. Rows after the runs are
-            padding.
+        head_dim: width of an attention head; for ``Kind.QKV``.
+        padded_vocab: rows of the padded embedding; for ``Kind.VOCAB``. Rows after the spans are padding.
     """
-    if rule.kind is Kind.ROW:  # It is sharded by columns, so its rows are those of its tensor.
+    if rule.kind is Kind.ROW:  # Sharded by columns, so its rows are those of its tensor.
         return (Span(0, 0, rule.parts[0].shape[0]),)
     return shard_layout(rule, head_dim, 0, 1, padded_vocab).spans
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int, divisible_by: int = 1) -> int:
-    """Return the smallest multiple of ``divisible_by * tp_size`` that holds the vocabulary (the rule of
-    Megatron-LM, whose default is 128)."""
+    """Return the vocabulary size, rounded up to a multiple of ``divisible_by * tp_size``, as Megatron-LM does
+    (with 128 by default)."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
 
 
 def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_vocab: int) -> ShardLayout:
-    """Return the layout of one tensor-parallel rank's shard.
+    """Return the layout of a tensor-parallel rank's shard.
 
     Args:
         rule: rule of the parameter.
-        head_dim: width of one attention head; used only by ``Kind.QKV``.
-        tp_rank: 0 to tp_size - 1.
+        head_dim: width of an attention head; for ``Kind.QKV``.
+        tp_rank: rank, from 0 to ``tp_size - 1``.
         tp_size: tensor-parallel size.
-        padded_vocab: rows of the padded embedding over all ranks; used only by ``Kind.VOCAB``.
+        padded_vocab: rows of the padded embedding over all ranks; for ``Kind.VOCAB``.
 
     Raises:
-        ConversionError: the parameter cannot be split into that number of equal parts.
+        ConversionError: the parameter cannot be divided equally.
     """
     if not 0 <= tp_rank < tp_size:
         raise ConversionError(
@@ -113,7 +116,7 @@ def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_v
 
 
 def _cut(rule: Rule, length: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Return start and stop of one of ``tp_size`` equal parts of ``length``."""
+    """Return (start, stop) of a rank's equal share of ``length``."""
     if length % tp_size:
         raise ConversionError(
             f"{rule.megatron_name}: {length} rows or columns cannot be cut into {tp_size} equal parts",
@@ -131,17 +134,18 @@ def _vocab_layout(rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> 
             f"pad to {padded_vocab_size(vocab, tp_size)} or more",
         )
     start, stop = _cut(rule, padded_vocab, tp_rank, tp_size)
-    # The shard of a rank may consist of padding only.
+    # A shard may consist of padding only.
     spans = (Span(0, start, min(stop, vocab)),) if start < vocab else ()
     return ShardLayout((stop - start, *rest), 0, spans)
 
 
 def _qkv_spans(rule: Rule, head_dim: int) -> Iterator[Span]:
-    """Yield the spans of the full fused tensor: for each key-value group its query heads, its key head, its
+    """Yield the spans of a full fused QKV tensor: for each key-value group its query heads, key head and
     value head."""
     query, key, _ = (part.shape[0] for part in rule.parts)
     groups = key // head_dim
     per_group = query // groups
+    # Megatron-Core interleaves the rows of queries, key and value by query group.
     for group in range(groups):
         yield Span(0, group * per_group, (group + 1) * per_group)
         yield Span(1, group * head_dim, (group + 1) * head_dim)
@@ -149,7 +153,7 @@ def _qkv_spans(rule: Rule, head_dim: int) -> Iterator[Span]:
 
 
 def _group_spans(rule: Rule) -> Iterator[Span]:
-    """Yield the spans of the full tensor, one group after another."""
+    """Yield the spans of a full tensor, group by group."""
     for group in range(rule.groups):
         for rows in rule.group_rows:
             start = rows.start + group * rows.stride
@@ -157,8 +161,7 @@ def _group_spans(rule: Rule) -> Iterator[Span]:
 
 
 def _clip(spans: Iterator[Span], start: int, stop: int) -> Iterator[Span]:
-    """Yield the part of consecutive spans between the positions ``start`` and ``stop``, which may split a
-    head."""
+    """Yield the sections of consecutive spans between two positions; heads may be split."""
     position = 0
     for span in spans:
         low, high = max(start, position), min(stop, position + span.length)

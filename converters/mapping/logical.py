@@ -1,6 +1,6 @@
-"""One view of a model for both formats: its Hugging Face tensors, readable by rows, however they are stored.
+"""A common view of stored models in both formats: Hugging Face tensors that can be read by rows.
 
-Converting, verifying and comparing use this view, so that each has a single implementation.
+Converting, verifying and comparing use it, so each has a single implementation.
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ from converters.torch_dist.reader import StoredTensors
 
 
 class Merging(Protocol):
-    """Changes merged into tensors as they are read."""
+    """Interface of changes that are merged into tensors while they are read."""
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the Hugging Face tensor of that name is changed."""
+        """Return whether a Hugging Face tensor is changed."""
         ...
 
     def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return rows of a tensor, from row ``start`` on, with the change merged in."""
+        """Return rows of a tensor with the change merged in.
+
+        Args:
+            name: Hugging Face tensor name.
+            rows: base rows, from index ``start`` on.
+            start: index of the first row.
+            dtype: dtype of the result; None for that of ``rows``.
+        """
         ...
 
 
 ChooseDtype = Callable[[str, torch.dtype], torch.dtype]
-"""Function that chooses the dtype to which a merged tensor is rounded, from the tensor's name and stored
-dtype."""
+"""Returns the dtype to which a merged tensor is rounded: (name, stored dtype) -> dtype."""
 
 
 class LogicalModel(ABC):
     """A stored model.
 
     Attributes:
-        architecture: determines the model's tensors and their shapes.
-        adapter: adapter that is merged into the tensors, and the function that chooses their dtypes; None
-            without an adapter.
+        architecture: defines the model's tensors and shapes.
+        adapter: (merged adapter, function that chooses the dtype of merged tensors), or None.
     """
 
     architecture: Architecture
@@ -56,7 +61,7 @@ class LogicalModel(ABC):
 
     @abstractmethod
     def holds(self, tensor: HuggingFaceTensor) -> bool:
-        """Return whether the whole tensor is stored, from headers and index alone."""
+        """Return whether a tensor is stored completely; reads no values."""
 
     @abstractmethod
     def stored_dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
@@ -64,10 +69,10 @@ class LogicalModel(ABC):
 
     @abstractmethod
     def stored_rows(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
-        """Return the rows that ``read`` returns, without merged changes."""
+        """Return the rows ``start`` to ``stop`` of a tensor as stored, without a merged adapter."""
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """Return the dtype in which ``read`` returns a tensor."""
+        """Return the dtype that ``read`` returns for a tensor."""
         stored = self.stored_dtype(tensor)
         return (
             self.adapter[1](tensor.name, stored)
@@ -76,7 +81,8 @@ class LogicalModel(ABC):
         )
 
     def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop`` of a tensor as a fresh contiguous CPU tensor."""
+        """Return the rows ``start`` to ``stop`` of a tensor as a new contiguous CPU tensor, with the adapter
+        merged."""
         rows = self.stored_rows(tensor, start, stop)
         if self.adapter is None or tensor.name not in self.adapter[0]:
             return rows
@@ -104,7 +110,7 @@ class HuggingFaceModel(LogicalModel):
         return read_part(tensor, self._place(tensor), self.source, (slice(start, stop),))
 
     def _place(self, tensor: HuggingFaceTensor) -> TensorLocation:
-        # Look the tensor up only once, because every range of rows needs its location.
+        # Cached, because every read needs the location.
         if tensor.name not in self._places:
             self._places[tensor.name] = locate(tensor, self.source)
         return self._places[tensor.name]
@@ -115,7 +121,7 @@ class MegatronModel(LogicalModel):
 
     Args:
         checkpoint: its tensors.
-        architecture: the model.
+        architecture: architecture of the model.
     """
 
     def __init__(self, checkpoint: StoredTensors, architecture: Architecture) -> None:
@@ -139,7 +145,7 @@ class MegatronModel(LogicalModel):
         """See ``LogicalModel``."""
         rule, part = self._rules[tensor.name]
         pieces = []
-        # Sort the runs by their position in the tensor: a parameter may have its rows in another order.
+        # The parameter may have the tensor's rows in another order.
         for run in sorted(
             runs_of(rule, self.architecture.head_dim, self.padded_vocab(rule)), key=lambda run: run.start
         ):
@@ -147,7 +153,7 @@ class MegatronModel(LogicalModel):
             if run.part == part and low < high:
                 first = run.position + low - run.start
                 pieces.append(self.read_rows(rule, first, first + high - low))
-        # Return the only piece without copying it, which is the usual case.
+        # Usually there is one piece, which needs no copy.
         if len(pieces) == 1:
             return pieces[0]
         return (
@@ -157,17 +163,17 @@ class MegatronModel(LogicalModel):
         )
 
     def read_rows(self, rule: Rule, start: int, stop: int) -> Tensor:
-        """Return rows of the whole Megatron-Core parameter, including padding."""
+        """Return rows of a full Megatron-Core parameter, with padding."""
         shape = self.parameter_shape(rule)
         return self.checkpoint.read(self.place(rule).key, self._box(rule, start, stop)).reshape(
             stop - start, *shape[1:]
         )
 
     def has(self, rule: Rule) -> bool:
-        """Return whether the whole parameter is stored, from the index alone.
+        """Return whether a parameter is stored completely; reads no values.
 
         Raises:
-            ConversionError: the stored tensor does not have the shape that the config asks for.
+            ConversionError: the stored tensor has another shape than the config requires.
         """
         key = self.place(rule).key
         return key in self.checkpoint and self.checkpoint.is_saved(
@@ -179,10 +185,10 @@ class MegatronModel(LogicalModel):
         return (*single(place.index), (start, stop), *whole(shape[1:]))
 
     def parameter_shape(self, rule: Rule) -> tuple[int, ...]:
-        """Return the shape of the whole Megatron-Core parameter, including padding.
+        """Return the full shape of a Megatron-Core parameter, with padding.
 
         Raises:
-            ConversionError: the stored tensor does not have the shape that the config asks for.
+            ConversionError: the stored tensor has another shape than the config requires.
         """
         place, expected = self.place(rule), shape_of_parameter(rule)
         shape = self.checkpoint.shape(place.key)
@@ -201,17 +207,17 @@ class MegatronModel(LogicalModel):
         return own
 
     def padded_vocab(self, rule: Rule) -> int:
-        """Return the rows of the stored embedding, or 0 for other parameters."""
+        """Return the number of rows of the stored embedding; 0 for other parameters."""
         return self.parameter_shape(rule)[0] if rule.kind is Kind.VOCAB else 0
 
     def place(self, rule: Rule) -> StoredPlace:
-        """Return the key and the location of a parameter in the checkpoint."""
+        """Return the location of a parameter in the checkpoint."""
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
 
 def shape_of_parameter(rule: Rule, padded_vocab: int | None = None) -> tuple[int, ...]:
-    """Return the shape of the whole, unsharded Megatron-Core parameter, with the vocabulary padded if
-    ``padded_vocab`` is given."""
+    """Return the full, unsharded shape of a Megatron-Core parameter. ``padded_vocab`` replaces the vocabulary
+    size."""
     first = rule.parts[0].shape
     if rule.kind in (Kind.REPLICATED, Kind.ROW):
         return first

@@ -1,4 +1,4 @@
-"""Locating a tensor in a checkpoint, and reading it from there."""
+"""Find a tensor in a checkpoint, and read it from its location."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 
 
 def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocation:
-    """Return the location of a tensor in ``source``.
+    """Return the location of a tensor in a checkpoint.
 
     Raises:
-        ConversionError: the tensor is missing, stored at several locations, or the stored shape is not the
-            architecture's.
+        ConversionError: the tensor is missing, stored at several locations, or has another shape than the
+            architecture requires.
     """
     places = tensor.places
-    # Without alternatives no search is needed, and ``shape`` refuses a missing tensor.
+    # Without alternatives no search is needed; ``shape`` raises if the tensor is missing.
     found = [place for place in places if place.name in source] if tensor.alternatives else []
     if len(found) > 1:
         raise ConversionError(
@@ -39,22 +39,22 @@ def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocati
 def read_part(
     tensor: HuggingFaceTensor, place: TensorLocation, source: HuggingFaceSource, slices: Sequence[slice] = ()
 ) -> Tensor:
-    """Read a tensor or a part of it, without reading other bytes than needed.
+    """Read a tensor, or only the bytes of a slice of it.
 
     Args:
-        tensor: the tensor to read.
-        place: location of the tensor, from ``locate``.
+        tensor: tensor to read.
+        place: result of ``locate``.
         source: the checkpoint.
-        slices: one slice for each leading dimension of the tensor, with start and stop inside it; omitted
-            dimensions are read completely.
+        slices: a slice inside the tensor for each leading dimension; further dimensions are read in full.
 
     Returns:
-        A fresh contiguous tensor.
+        A new contiguous tensor.
     """
     if place.index is None and place.shape == tensor.shape:
         return source.read(place.name, tuple(slices) or None)
     wanted = [*slices, *(slice(0, size) for size in tensor.shape[len(slices) :])]
     rows = wanted[0]
+    # Rows with a step, as in GPT-OSS, are not one range of bytes.
     if not place.is_consecutive:
         return _read_apart(place, source, wanted)
     stored = [slice(place.start + rows.start, place.start + rows.stop), *wanted[1:]]
@@ -64,10 +64,10 @@ def read_part(
 
 
 def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequence[slice]) -> Tensor:
-    """Read rows of a tensor that are not consecutive, together with what is stored between them."""
+    """Read rows that are not consecutive. The rows between them are read too, and dropped."""
     rows, others = wanted[0], wanted[1:]
     first = place.start + rows.start * place.step
-    # End after the last row rather than a full step later, because the tensor may end there.
+    # The stored tensor may end right after the last row, so do not add a full step.
     span = slice(first, max(first, first + (rows.stop - rows.start - 1) * place.step + 1))
     stored = [*others, span] if place.transposed else [span, *others]
     leading = () if place.index is None else (slice(place.index, place.index + 1),)
@@ -78,9 +78,13 @@ def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequen
 
 
 def rows_in(block: Tensor, place: TensorLocation) -> Tensor:
-    """Return the view of ``block`` that begins with the tensor at the location ``place``. ``block`` is the
-    stored tensor without the dimension of ``place.index``. The view reaches to the end of ``block``, and so
-    may include rows of other tensors."""
+    """Return the view of a stored tensor that begins with the rows of one of its tensors. It extends to the
+    end of the block, and may include rows of other tensors.
+
+    Args:
+        block: the stored tensor, without the dimension of ``place.index``.
+        place: location of the tensor.
+    """
     return _rows_of(block, place.transposed, place.start, place.step)
 
 

@@ -1,12 +1,12 @@
-"""Mapping rules: which Hugging Face tensors form one Megatron-Core parameter, and how it is sharded over
-tensor-parallel ranks.
+"""Mapping rules: the Hugging Face tensors that form a Megatron-Core parameter, and its tensor-parallel
+sharding.
 
-Names of experts: a rank that holds experts 4 to 7 of a layer numbers them 0 to 3, but the rules need 4 to 7.
-Experts that run one after another (``SequentialMLP``) are separate modules,
-``mlp.experts.local_experts.5.linear_fc1.weight``. Experts that run in one grouped matrix product
-(``TEGroupedMLP``) are numbered weights of one module, ``mlp.experts.linear_fc1.weight5``. Names of norms:
-Transformer Engine keeps a layer's norms inside the linear layer that follows. Checkpoints of Megatron-Core
-use these names, whichever layer spec the model was built from.
+Experts: rules use global expert numbers, while a rank numbers its own from 0. In ``SequentialMLP`` each
+expert is a module, ``mlp.experts.local_experts.5.linear_fc1.weight``. In ``TEGroupedMLP`` (grouped matmul)
+experts are weights of one module, ``mlp.experts.linear_fc1.weight5``.
+
+Norms: Transformer Engine stores a norm inside the linear layer that follows it. Megatron-Core's checkpoints
+use its names, whichever layer spec the model has.
 """
 
 from __future__ import annotations
@@ -21,42 +21,40 @@ from converters.model_config.layer_kind import LayerKind
 
 
 class Kind(StrEnum):
-    """Kind of a parameter, which determines the layout of the full parameter and its sharding over
-    tensor-parallel ranks."""
+    """Layout of a parameter, which determines the order of its rows and its tensor-parallel sharding."""
 
     REPLICATED = "replicated"
-    """Every rank holds the whole parameter."""
+    """Every rank has the full parameter."""
     COLUMN = "column"
-    """Rank t holds the t-th part of the rows (dimension 0)."""
+    """Rank t has the t-th share of the rows (dimension 0)."""
     ROW = "row"
-    """Rank t holds the t-th part of the columns (dimension 1)."""
+    """Rank t has the t-th share of the columns (dimension 1)."""
     QKV = "qkv"
-    """Query, key and value rows are interleaved by key-value group, then sharded by rows. This applies to
-    weights and biases."""
+    """Query, key and value rows are interleaved by key-value group, then sharded by rows. Weights and
+    biases."""
     GATED = "gated"
-    """Rank t holds the t-th part of the gate rows, then the t-th part of the up rows. This applies to weights
-    and biases."""
+    """Rank t has the t-th share of the gate rows, followed by the t-th share of the up rows. Weights and
+    biases."""
     GROUPED = "grouped"
-    """Rows of the parts are interleaved by group, as ``Rule.group_rows`` gives them, then sharded by rows."""
+    """Rows of the parts are interleaved by group as in ``Rule.group_rows``, then sharded by rows."""
     VOCAB = "vocab"
-    """Rows are padded with zeros to the padded vocabulary, then sharded by rows."""
+    """Rows are padded with zeros to the padded vocabulary size, then sharded by rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Possible location of a tensor in a checkpoint: a separate stored tensor, or rows of a larger one.
+    """A possible location of a tensor in a checkpoint: a stored tensor of its own, or rows of a larger one.
 
     Attributes:
         name: name of the stored tensor.
-        shape: shape of the whole stored tensor.
-        index: index along the first dimension of the stored tensor, which the tensor itself lacks (the
-            expert, if experts are stacked); None if there is no such dimension.
-        start: first row, along the first dimension of the tensor.
-        step: distance between two rows of the tensor; more than 1 if tensors are interleaved.
-        transposed: whether the stored tensor has the two dimensions of the tensor in reverse order. ``start``
-            and ``step`` still count along the tensor's first dimension, which is the last one of the stored
-            tensor.
-        written: whether the tensor may be written in this format; False if it is only read.
+        shape: full shape of the stored tensor.
+        index: index in the first dimension of the stored tensor, which the tensor itself does not have (the
+            expert, in a stack of experts); None without such a dimension.
+        start: first row in the stored tensor.
+        step: distance between rows in the stored tensor; above 1 if tensors are interleaved.
+        transposed: the stored tensor has the tensor's two dimensions in reverse order. ``start`` and ``step``
+            then apply to the last dimension of the stored tensor.
+        written: the format may be written; otherwise it is only read.
     """
 
     name: str
@@ -75,17 +73,15 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTensor:
-    """Tensor of a Hugging Face checkpoint.
+    """A tensor of a Hugging Face checkpoint.
 
     Attributes:
-        name: name that ``save_pretrained`` gives the tensor, and under which it is written.
+        name: name that ``save_pretrained`` gives it, and under which it is written.
         shape: full shape.
-        alternatives: other locations where transformers looks for the tensor; it is read from the one that
-            exists.
-        alone: whether the tensor may be stored separately under its name. If not, it is written to the first
-            of ``alternatives``, and its name is used only in this package; the name has the form of an
-            expert's tensor in other families.
-        stays_float32: whether the tensor is not narrowed when another dtype is requested.
+        alternatives: other locations from which transformers can load the tensor.
+        alone: the tensor may be stored under its own name. Otherwise it is written to the first of
+            ``alternatives``, and the name, in the form of other families' experts, is only used internally.
+        stays_float32: the tensor is not narrowed when another dtype is requested.
     """
 
     name: str
@@ -96,14 +92,14 @@ class HuggingFaceTensor:
 
     @property
     def places(self) -> tuple[TensorLocation, ...]:
-        """All possible locations of the tensor; the first is used for writing."""
+        """All possible locations; the first is used for writing."""
         return (
             (TensorLocation(self.name, self.shape), *self.alternatives) if self.alone else self.alternatives
         )
 
 
 def renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor:
-    """Return the tensor and all its locations with the name prefix ``old`` replaced by ``new``."""
+    """Replace the name prefix ``old`` by ``new`` in a tensor and all its locations."""
 
     def change(name: str) -> str:
         return new + name.removeprefix(old) if name.startswith(old) else name
@@ -114,8 +110,7 @@ def renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Rows of one part that belong to a group: ``count`` rows, which for group g start at ``start + g *
-    stride``."""
+    """Rows of a part that belong to a group: for group g, ``count`` rows from ``start + g * stride`` on."""
 
     part: int
     start: int
@@ -125,17 +120,15 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule that builds one Megatron-Core parameter from Hugging Face tensors.
+    """Builds a Megatron-Core parameter from Hugging Face tensors.
 
     Attributes:
-        megatron_name: parameter name with the global layer and expert index; for a parameter inside a layer,
-            the name in the portable layer spec.
-        kind: the layout.
-        parts: the tensors that form the parameter, in the order of the layout (query, key, value; gate, up).
-        emits: False for a copy of a parameter that another rule already writes (the output layer of a tied
-            model).
-        groups: number of groups that ``Kind.GROUPED`` interleaves.
-        group_rows: rows of a group, in order, for ``Kind.GROUPED`` only. Each row of each part belongs to one
+        megatron_name: parameter name in the portable layer spec, with global layer and expert index.
+        kind: layout of the parameter.
+        parts: tensors that form it, in the order of the layout (query, key, value; gate, up).
+        emits: False for a copy of a parameter that another rule writes (the output layer of a tied model).
+        groups: number of groups, for ``Kind.GROUPED``.
+        group_rows: rows of a group in order, for ``Kind.GROUPED``. Each row of each part belongs to one
             group.
     """
 
@@ -166,13 +159,13 @@ def parts_in(rules: Iterable[Rule]) -> Iterator[HuggingFaceTensor]:
 def module_rules(
     megatron: str, kind: Kind, weights: Mapping[str, tuple[int, ...]], *, bias: bool = False
 ) -> Iterator[Rule]:
-    """Yield the rule of a module's weight and, if it has one, of its bias.
+    """Yield the rules of a module's weight and bias.
 
     Args:
-        megatron: name of the module.
-        kind: kind of the weight. The bias of a layer that is sharded by columns is on every rank.
-        weights: shapes of the weights that form it, by the names of their Hugging Face modules.
-        bias: whether each of these modules has a bias.
+        megatron: name of the module in Megatron-Core.
+        kind: layout of the weight. The bias of a row-parallel module is replicated.
+        weights: Hugging Face module name -> shape of its weight; together they form the module's weight.
+        bias: the modules have a bias.
     """
     yield Rule(
         f"{megatron}.weight",
@@ -180,11 +173,12 @@ def module_rules(
         tuple(HuggingFaceTensor(f"{name}.weight", shape) for name, shape in weights.items()),
     )
     if bias:
+        # A row-parallel layer adds its bias after summing over ranks, so each rank has the complete bias.
         parts = tuple(HuggingFaceTensor(f"{name}.bias", shape[:1]) for name, shape in weights.items())
         yield Rule(f"{megatron}.bias", Kind.REPLICATED if kind is Kind.ROW else kind, parts)
 
 
-# Refuse leading zeros, so that the name can be restored from its number.
+# No leading zeros, so that the name can be restored from its number.
 _SEQUENTIAL = re.compile(
     r"(.*mlp\.experts\.local_experts\.)(0|[1-9]\d*)(\.linear_fc[12]\.(?:weight|bias|adapter\.\w+))"
 )
@@ -192,28 +186,28 @@ _GROUPED = re.compile(r"(.*mlp\.experts)(\.linear_fc[12]\.(?:weight|bias))(0|[1-
 
 
 def is_expert(megatron_name: str) -> bool:
-    """Return whether a parameter belongs to a routed expert, so that it is sharded over the *expert*
-    tensor-parallel ranks and distributed over the expert-parallel ranks. Routers and shared experts are not.
-    """
-    # Prepend a dot, because a name may begin inside a layer, with mlp itself.
+    """Return whether a parameter belongs to a routed expert. It is then sharded over the
+    *expert*-tensor-parallel ranks and distributed over the expert-parallel ranks. Routers and shared experts
+    are not."""
+    # A name inside a layer may begin with mlp, so prepend a dot.
     return ".mlp.experts." in f".{megatron_name}"
 
 
 def expert_index(megatron_name: str) -> int:
-    """Return the index of the expert that a parameter belongs to, as it is in the name.
+    """Return the expert index in a parameter's name.
 
     Raises:
-        ConversionError: the name does not belong to an expert's parameter.
+        ConversionError: the parameter does not belong to an expert.
     """
     return int(_split(megatron_name)[1])
 
 
 def shift_expert(megatron_name: str, offset: int) -> str:
-    """Return the name with ``offset`` added to its expert index. On rank r of an expert-parallel group, an
-    offset of r times the experts on a rank makes a local name global.
+    """Add ``offset`` to the expert index in a parameter's name. With the expert-parallel rank times the
+    experts per rank as the offset, a local name becomes global.
 
     Raises:
-        ConversionError: the name does not belong to an expert's parameter.
+        ConversionError: the parameter does not belong to an expert.
     """
     before, index, after = _split(megatron_name)
     return f"{before}{int(index) + offset}{after}"
@@ -229,7 +223,7 @@ def sequential_name(megatron_name: str) -> str:
 
 
 def _split(megatron_name: str) -> tuple[str, str, str]:
-    """Split a name into the text before the expert's number, the number, and the text after it."""
+    """Split an expert's parameter name into the text before the index, the index, and the text after it."""
     sequential = _SEQUENTIAL.fullmatch(megatron_name)
     if sequential is not None:
         before, index, after = sequential.groups()
@@ -261,12 +255,12 @@ _OF_MIXER = {
 PORTABLE_NORMS = {
     fused: norm for names in (*_OF_MIXER.values(), _BEFORE_MLP) for norm, fused in names.items()
 }
-"""Transformer Engine's names of norms, without the prefix of a layer, with the names in the portable layer
-spec."""
+"""Transformer Engine's name of a norm -> its name in the portable layer spec, both without the layer's
+prefix."""
 
 
 def fused_norms(kind: LayerKind) -> dict[str, str]:
-    """Return the norms of a layer that are fused into the following linear layer, by name in the portable
-    layer spec, with Transformer Engine's names. The norm before the first projections of latent attention and
-    the norm before experts are not fused."""
+    """Return name in the portable layer spec -> Transformer Engine's name, for norms that are fused into the
+    following linear layer. Norms before latent attention's first projections and before experts are not
+    fused."""
     return _OF_MIXER[kind.mixer] | ({} if kind.sparse else _BEFORE_MLP)

@@ -1,4 +1,4 @@
-"""Lookup of rules by Megatron-Core parameter name, and lists of all names in both formats."""
+"""Look up rules by Megatron-Core parameter name, and list the tensors of a model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _LAYER = re.compile(r"((decoder|mtp)\.layers\.(0|[1-9]\d*)\.(?:transformer_layer
 
 
 def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
-    """Return the rule of one Megatron-Core parameter.
+    """Return the rule of a Megatron-Core parameter.
 
     Args:
-        megatron_name: name without wrapper prefixes such as ``module.``, with the *global* layer index, for
-            example ``decoder.layers.7.self_attention.linear_qkv.weight``, and the *global* expert index
-            (``shift_expert``). Names of both the portable and the Transformer Engine layer spec are known.
-        architecture: the model.
+        megatron_name: name without wrapper prefixes such as ``module.``, in the portable or the Transformer
+            Engine layer spec. Layer and expert indices are *global*. Example:
+            ``decoder.layers.7.self_attention.linear_qkv.weight``.
+        architecture: architecture of the model.
 
     Raises:
         ConversionError: the model has no such parameter.
@@ -54,7 +54,7 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
                 f"{f'layers 0 to {layers - 1}' if layers else 'no such layers'}",
                 "give the global layer index, counted from 0 over all pipeline stages",
             )
-        # Prediction layers are numbered after the decoder's layers.
+        # Multi-token-prediction layers are numbered after the decoder's layers.
         layer += 0 if block == "decoder" else architecture.num_layers
         rules = _layer_rules(architecture, layer)
         suffix = sequential_name(PORTABLE_NORMS.get(suffix, suffix))
@@ -85,8 +85,8 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
 
 
 def all_rules(architecture: Architecture) -> list[Rule]:
-    """Return every rule that emits tensors: embedding, layers in order followed by prediction layers, final
-    norm, output layer. Tied models have no output layer here."""
+    """Return all rules that write tensors: embedding, layers, multi-token-prediction layers, final norm,
+    output layer. The output layer of a tied model is not included."""
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
     count = architecture.num_layers + architecture.prediction_layers
     layers: list[Rule] = []
@@ -107,7 +107,7 @@ def missing_names(architecture: Architecture, present: Container[str]) -> tuple[
 
 
 def hf_names(architecture: Architecture) -> list[str]:
-    """Return every tensor name of the Hugging Face checkpoint, each exactly once."""
+    """Return the names of all tensors of the Hugging Face checkpoint, each once."""
     return [tensor.name for tensor in hf_tensors(architecture)]
 
 
@@ -141,14 +141,14 @@ def _nested(rules: Iterable[Rule], family: Family) -> Iterator[Rule]:
 
 def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:
     nested = renamed(part, "model.", NESTED_PREFIX)
-    # Names outside of the language model, such as lm_head's, are the same in both layouts.
+    # Names outside of the language model, such as lm_head, are the same in both layouts.
     if family.sees or nested == part:
         return nested
-    # The tensor is written under its plain name, and found under either name.
+    # Written under its plain name, and found under either name.
     return replace(part, alternatives=(*part.alternatives, *nested.places))
 
 
 def forget_rules() -> None:
-    """Clear the cached rules, after a family was registered again."""
+    """Clear the caches of rules, after a family was registered again."""
     _model_rules.cache_clear()
     _layer_rules.cache_clear()

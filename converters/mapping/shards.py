@@ -1,5 +1,5 @@
-"""Copying of parameters between a Hugging Face source and tensor-parallel shards, bit for bit unless a dtype
-is requested."""
+"""Copy parameters between a Hugging Face checkpoint and tensor-parallel shards, bit by bit unless a dtype is
+requested."""
 
 from __future__ import annotations
 
@@ -27,33 +27,34 @@ def load_shard(
     padded_vocab: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return one rank's shard of a parameter, reading only the rows and columns that it needs.
+    """Load a rank's shard of a parameter, reading only the rows and columns that it needs.
 
     Args:
         rule: rule of the parameter.
-        source: source of the Hugging Face tensors.
-        architecture: the model.
-        tp_rank: tensor-parallel rank; for an expert's parameter (``is_expert``), the expert-tensor-parallel
+        source: checkpoint with the tensors.
+        architecture: architecture of the model.
+        tp_rank: tensor-parallel rank; for an expert's parameter (``is_expert``) the expert-tensor-parallel
             rank.
         tp_size: size of that group.
-        padded_vocab: rows of the padded embedding over all ranks; by default the smallest multiple of
+        padded_vocab: rows of the padded embedding over all ranks; None for the smallest multiple of
             ``tp_size``. Padding rows are zero.
-        dtype: dtype of the result; by default that of the source.
+        dtype: dtype of the result; None for that of the checkpoint.
 
     Returns:
-        A fresh contiguous CPU tensor.
+        A new contiguous CPU tensor.
 
     Raises:
-        ConversionError: a tensor is missing or does not have the architecture's shape, the parameter cannot
-            be sharded, or the parts are stored in different dtypes and no ``dtype`` is given.
+        ConversionError: a tensor is missing or has a wrong shape, the parameter cannot be divided, or the
+            parts have different dtypes and no ``dtype`` is given.
     """
     places = [locate(part, source) for part in rule.parts]
     padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
     layout = shard_layout(rule, architecture.head_dim, tp_rank, tp_size, padded)
     dtype = dtype or _common_dtype(rule, places, source)
-    # Return the tensor as it was read: there is nothing to assemble.
+    # A single span needs no assembly.
     if len(layout.spans) == 1 and not layout.padding:
         return _read_span(rule, places, source, layout.axis, layout.spans[0]).to(dtype)
+    # ``copy_`` casts span by span, so no second full-size tensor is needed.
     shard = torch.empty(layout.shape, dtype=dtype)
     for span in layout.spans:
         shard.narrow(layout.axis, span.position, span.length).copy_(
@@ -64,22 +65,21 @@ def load_shard(
 
 
 def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Yield the Hugging Face tensors of a parameter from the shards of all ranks; the exact inverse of
+    """Yield the Hugging Face tensors of a parameter from the shards of all ranks; the inverse of
     ``load_shard``.
 
     Args:
         rule: rule of the parameter.
-        shards: one tensor for each tensor-parallel rank (expert-tensor-parallel rank for an expert's
-            parameter), in rank order, all on the same device. For a replicated parameter only the first is
-            read.
-        architecture: the model.
+        shards: the shard of each tensor-parallel rank (expert-tensor-parallel rank for an expert's
+            parameter), in rank order, on the same device. Of a replicated parameter only the first is used.
+        architecture: architecture of the model.
 
     Yields:
-        Name and full tensor, fresh and contiguous, without padding rows. Nothing is yielded for a parameter
-        that another rule writes.
+        (name, new contiguous full tensor), without padding rows. Nothing for a parameter that another rule
+            writes.
 
     Raises:
-        ConversionError: the shards do not have the shapes that the architecture asks for.
+        ConversionError: the shards have wrong shapes.
     """
     if not rule.emits:
         return
@@ -87,7 +87,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
         raise ConversionError(
             f"{rule.megatron_name}: no shards given", "pass the shard of every tensor-parallel rank"
         )
-    # Accept any size to which the trainer padded.
+    # The trainer may have padded to any size.
     padded = sum(shard.shape[0] for shard in shards if shard.dim()) if rule.kind is Kind.VOCAB else 0
     layouts = []
     for rank, shard in enumerate(shards):
@@ -103,10 +103,11 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
                     "model was built from"
                 ),
             )
+    # All ranks have the same values.
     if rule.kind is Kind.REPLICATED:
         shards, layouts = shards[:1], layouts[:1]
     tensors = [torch.empty(part.shape, dtype=shards[0].dtype, device=shards[0].device) for part in rule.parts]
-    # Detach the shards: they may be parameters, and copies of them need no gradients.
+    # Shards may be parameters, whose copies need no gradients.
     for shard, layout in zip(shards, layouts, strict=True):
         _copy_out(shard.detach(), layout, tensors)
     for part, tensor in zip(rule.parts, tensors, strict=True):
@@ -114,7 +115,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
 
 
 def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> None:
-    """Copy every span of a shard into the full tensors."""
+    """Copy the spans of a shard to the full tensors."""
     for span in layout.spans:
         rows = shard.narrow(layout.axis, span.position, span.length)
         tensors[span.part].narrow(layout.axis, span.start, span.length).copy_(rows)
@@ -142,18 +143,19 @@ def _common_dtype(rule: Rule, places: Sequence[TensorLocation], source: HuggingF
 
 
 def join(stream: Iterable[tuple[str, Tensor]], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors as a checkpoint stores them.
+    """Assemble the tensors of a stream that are stored together, such as a stack of experts.
 
     Args:
-        stream: every tensor of the model once, named as in the rules. Tensors that are stored together all
-            have the same dtype and device.
-        architecture: the model.
+        stream: (name, tensor) for each tensor of the model, once. Tensors that are stored together must have
+            the same dtype and device.
+        architecture: architecture of the model.
 
     Yields:
-        A tensor that may be stored separately, as soon as it arrives, and a stored tensor once its last part
-        has arrived. Until then, the parts of a stored tensor are held.
+        (stored name, tensor). A tensor that may be stored alone is passed on at once. A stack is yielded when
+            its last part has arrived; until then it is in memory.
     """
     parts = {part.name: part for part in hf_tensors(architecture) if not part.alone}
+    # Number of parts of each stack that have not arrived yet.
     missing = Counter(part.places[0].name for part in parts.values())
     begun: dict[str, Tensor] = {}
     for name, tensor in stream:

@@ -1,1 +1,1 @@
-"""Facts of a model that its Hugging Face config states, and their translation to Megatron-Core's settings."""
+"""Model facts in a Hugging Face config, and their translation to Megatron-Core's settings."""

@@ -1,4 +1,4 @@
-"""Architecture: the facts of a model that determine its shapes and its forward pass."""
+"""Architecture of a model: all facts that determine its parameters and its forward pass."""
 
 from __future__ import annotations
 
@@ -15,37 +15,35 @@ from converters.model_config.vision import VisionTower
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Sizes of a model, and which tensors its layers have. The mapping rules follow from these alone.
+    """Dimensions of a model, and which optional tensors its layers have. The mapping rules depend on nothing
+    else.
 
     Attributes:
         family: ``model_type`` of the Hugging Face config.
         num_layers: number of transformer layers.
         hidden_size: width of the residual stream.
-        ffn_hidden_size: width of the gated MLP of dense layers.
+        ffn_hidden_size: width of the gated MLP in dense layers.
         num_attention_heads: number of query heads.
-        num_key_value_heads: number of key-value groups; equal to the heads without grouped-query attention.
-        head_dim: width of one head; not always hidden_size / num_attention_heads. With latent attention, the
-            width of its rotated part.
-        vocab_size: rows of the embedding, unpadded.
-        tied_embeddings: whether the output layer is the embedding.
-        max_position: longest sequence that the config allows, in tokens; None if the config does not give it.
+        num_key_value_heads: number of key-value groups.
+        head_dim: width of a head; not always hidden_size / num_attention_heads. With latent attention, the
+            width of the rotated part.
+        vocab_size: rows of the embedding, without padding.
+        tied_embeddings: the output layer is the embedding.
+        max_position: maximum sequence length in tokens; None if unknown.
         qkv_bias, attention_output_bias, mlp_bias: which linear layers have a bias.
-        qk_norm: whether each query and key head has an RMS norm.
-        sinks: whether each head has a learnt logit next to those of the keys, which takes a share of the
-            softmax and has no value.
-        output_gate: whether the output of attention is multiplied by the sigmoid of a gate, which the query
-            projection computes for each query head.
-        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None means all
-            tokens before it.
-        window_layers: for each layer, whether ``sliding_window`` applies to it; None means every layer.
-        mixture: the experts; None for a dense model.
-        latent_attention: projections of latent attention; None for ordinary attention.
-        gated_delta: gated delta nets, which some layers have instead of attention; None if all layers have
-            attention.
-        zero_centered_norms: whether norms multiply by 1 + weight, except those inside gated delta nets.
-        prediction_layers: number of prediction layers after the ordinary layers
+        qk_norm: queries and keys have an RMS norm per head.
+        sinks: each head has a trained logit that takes part in the softmax and has no value (attention sink).
+        output_gate: the attention output is multiplied by the sigmoid of a gate that the query projection
+            computes.
+        sliding_window: attention window in tokens, including the token itself; None for full attention.
+        window_layers: for each layer, whether it has the window; None for all layers.
+        mixture: mixture of experts; None for a dense model.
+        latent_attention: latent attention; None for ordinary attention.
+        gated_delta: gated delta nets that replace attention in some layers; None without them.
+        zero_centered_norms: norms multiply by 1 + weight, except those inside gated delta nets.
+        prediction_layers: number of multi-token-prediction layers
             (``converters.model_config.prediction_layers``).
-        vision: the vision tower, which is converted and not computed; None for a text-only model.
+        vision: vision tower, which is converted but not computed; None for a text-only model.
         head: score layer that replaces the output layer (``converters.model_config.heads``); None for a
             language model.
     """
@@ -78,27 +76,27 @@ class ModelFacts:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts in a sparse layer; 0 for a dense model."""
+        """Number of experts in a layer with experts; 0 for a dense model."""
         return 0 if self.mixture is None else self.mixture.num_experts
 
     @property
     def has_dense_layers(self) -> bool:
-        """True if some layer has a dense MLP."""
+        """True if at least one layer has a dense MLP."""
         return self.mixture is None or not all(self.mixture.sparse_layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Window of each layer in tokens; None for a layer without a window."""
+        """Attention window of each layer in tokens; None for full attention."""
         layers = self.window_layers or (True,) * self.num_layers
         return tuple(self.sliding_window if windowed else None for windowed in layers)
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether the layer of that global index has experts instead of a dense MLP. Prediction
-        layers, which are numbered after the ordinary layers, are like the last ordinary layer."""
+        """Return whether a layer, by global index, has experts instead of a dense MLP. Multi-token-prediction
+        layers, which are numbered after the others, are like the last ordinary layer."""
         return self.mixture is not None and self.mixture.sparse_layers[min(layer, self.num_layers - 1)]
 
     def kind_of(self, layer: int) -> LayerKind:
-        """Return the kind of the layer of that global index. Prediction layers have attention."""
+        """Return the kind of a layer, by global index. Multi-token-prediction layers have attention."""
         mixer: Mixer = "attention" if self.latent_attention is None else "latent"
         if self.gated_delta is not None and layer < self.num_layers and self.gated_delta.layers[layer]:
             mixer = "gated_delta"
@@ -107,23 +105,23 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ModelFacts):
-    """Facts of a model, together with all other settings that its forward pass depends on.
+    """Facts of a model with all other settings that affect its forward pass.
 
     Attributes:
-        norm_epsilon: epsilon of every RMS norm.
+        norm_epsilon: epsilon of the RMS norms.
         rope_theta, rope_scaling: see ``read_rope``.
         activation: activation of the gate: ``silu``, or ``clamped_swiglu`` with a ``gate_limit``.
-        initializer_range: standard deviation of freshly initialised weights.
-        rotary_fraction: part of a head, from its beginning, that is rotated.
-        gate_limit: the gate is clamped to at most this limit, and the other factor to between minus and plus
-            the limit. The gate then is ``x * sigmoid(1.702 x)``, and 1 is added to the other factor. None for
-            an MLP without clamping.
+        initializer_range: standard deviation of the initial weights.
+        rotary_fraction: leading fraction of a head's dimensions that is rotated.
+        gate_limit: None for an ordinary gated MLP. Otherwise the gate is clamped from above to this limit and
+            the other factor to plus or minus the limit; the gate is ``x * sigmoid(1.702 x)``, and 1 is added
+            to the other factor.
     """
 
     max_position: int
     norm_epsilon: float
     rope_theta: float
-    # Exclude it from the hash: a dict is not hashable, and rules are cached by architecture.
+    # A dict is not hashable, and rules are cached by architecture.
     rope_scaling: dict[str, Any] | None = field(hash=False)
     activation: str
     initializer_range: float

@@ -1,7 +1,7 @@
-"""Config keys that no family handles: which ones transformers reads, and which ones name other code.
+"""Decide about config keys that no family handles.
 
-A conversion carries over what transformers computes, so a key that transformers does not read cannot matter.
-A key that transformers reads, or that makes another engine compute something else, is refused.
+A conversion preserves what transformers computes, so a key that transformers does not read is ignored. A key
+that transformers reads, or that makes another engine compute something else, is rejected.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CARRIERS: Mapping[str, str] = MappingProxyType(
         "sparse_attention_config": "attention that leaves tokens out is not supported",
     }
 )
-"""Keys that are refused even if transformers' class does not read them, each with the reason."""
+"""Keys that are rejected even if transformers' class does not read them -> reason."""
 
-# Every model shares these files. A word in them counts as a key only if it is read from a config.
+# Files that all models share. Here a word counts as a key only if it is read from a config.
 _SHARED = (
     "cache_utils.py",
     "configuration_utils.py",
@@ -47,12 +47,12 @@ _LONGEST_VALUE = 80
 
 
 def refusal_of_key(key: str, config_class: type | None) -> str | None:
-    """Return the reason for refusing a config key that its family does not handle, or None if the key changes
-    nothing.
+    """Return the reason to reject a config key that the family does not handle; None if the key has no
+    effect.
 
     Args:
         key: key of ``config.json``.
-        config_class: transformers class that reads the file; None if the code that reads it is unknown.
+        config_class: transformers class that reads the file; None if unknown.
     """
     if key in CARRIERS:
         return CARRIERS[key]
@@ -68,30 +68,31 @@ def refusal_of_key(key: str, config_class: type | None) -> str | None:
 
 
 def shown(value: object) -> str:
-    """Return a value as text for a message, truncated if it is long."""
+    """Format a value for a message; a long one is truncated."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 @functools.cache
 def words_of(config_class: type) -> frozenset[str] | None:
-    """Return all words in the code of a config class and its models, and the keys that every model reads.
+    """Return all words in the source code of a config class and its models, and the keys that every model
+    reads.
 
-    The words are a superset of the keys that are read: an extra word only refuses a key, but a missing one
-    would ignore it.
+    The words are a superset of the keys: an additional word only rejects a key, but a missing one would
+    ignore it.
 
     Args:
         config_class: a class of transformers.
 
     Returns:
-        The words, or None for a class from elsewhere.
+        The words; None for a class that is not in transformers.
     """
     name = config_class.__module__
     if not name.startswith("transformers.models."):
         return None
     file = Path(str(sys.modules[name].__file__))
     words: set[str] = set()
-    # Search the whole directory, because a config class may serve several models.
+    # A config class may serve several models, so search its whole directory.
     for path in file.parent.glob("*.py"):
         words |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return frozenset(words) | _shared_keys()

@@ -1,5 +1,5 @@
-"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464): config settings of the layers that have one instead
-of attention."""
+"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464): dimensions, and the layers that have them instead of
+attention."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ CONFIG_KEYS = frozenset(
         "linear_value_head_dim",
     }
 )
-"""Config keys that ``read_gated_delta`` consumes."""
-# This is transformers' default of full_attention_interval.
+"""Config keys that ``read_gated_delta`` reads."""
+# transformers' default of full_attention_interval.
 _INTERVAL = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """Sizes of a gated delta net, and which layers have one.
+    """Dimensions of gated delta nets, and the layers that have them.
 
     Attributes:
         key_heads: number of query and key heads.
-        value_heads: number of value heads, a multiple of ``key_heads``; those of one key head are adjacent.
+        value_heads: number of value heads, a multiple of ``key_heads``; those of a key head are adjacent.
         key_width: width of a head's query and key.
         value_width: width of a head's value.
-        convolution: kernel size of the causal convolution of queries, keys and values, in tokens, including
-            the token itself.
+        convolution: kernel size in tokens of the causal convolution over queries, keys and values.
         layers: for each layer, whether it has a gated delta net; the others have attention.
-        stored_by_head: whether Hugging Face checkpoints store the projections key head by key head
-            (Qwen3-Next) instead of part by part.
+        stored_by_head: Hugging Face checkpoints store the projections by key head (Qwen3-Next) instead of as
+            separate tensors.
     """
 
     key_heads: int
@@ -56,35 +55,35 @@ class GatedDeltaNet:
 
     @property
     def values(self) -> int:
-        """Width of all values together."""
+        """Width of the values of all heads."""
         return self.value_heads * self.value_width
 
     @property
     def projected(self) -> int:
-        """Rows of the input projection: queries, keys, values, the output's gate, and two gates for each
-        value head."""
+        """Rows of the input projection: queries, keys, values, the output's gate, and two gates per value
+        head."""
         return self.convolved + self.values + 2 * self.value_heads
 
     def state_bytes(self, element: int) -> int:
-        """Return the bytes that generation keeps for a sequence in a layer: the float32 state of all heads,
-        and the convolution's past inputs with ``element`` bytes for each number."""
+        """Return the bytes of a sequence's state in one layer during generation: the float32 state of all
+        heads, and the past inputs of the convolution with ``element`` bytes per number."""
         return 4 * self.values * self.key_width + (self.convolution - 1) * self.convolved * element
 
 
 def read_gated_delta(
     config: Config, num_layers: int, problems: list[str], *, stored_by_head: bool = False
 ) -> GatedDeltaNet | None:
-    """Return the gated delta nets of a config.
+    """Read the gated delta nets of a model.
 
     Args:
-        config: flat config. If ``layer_types`` is missing, every ``full_attention_interval``-th layer has
+        config: flat config. Without ``layer_types``, every ``full_attention_interval``-th layer has
             attention.
-        num_layers: number of layers of the model.
-        problems: problems are appended to this list.
+        num_layers: number of layers.
+        problems: list to which problems are appended.
         stored_by_head: see ``GatedDeltaNet``.
 
     Returns:
-        The gated delta nets, or None if all layers have attention.
+        The gated delta nets; None if all layers have attention.
     """
     kinds = config.get("layer_types")
     if kinds is None:
@@ -93,7 +92,7 @@ def read_gated_delta(
             if config.get("full_attention_interval") is None
             else read_size(config, "full_attention_interval", problems)
         )
-        # Every interval-th layer, counted from one, has full attention.
+        # Every interval-th layer, counted from 1, has full attention.
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
     listed = list(kinds) if isinstance(kinds, list | tuple) else []
     unknown = [layer for layer, kind in enumerate(listed) if kind not in (LINEAR, FULL)]
@@ -115,7 +114,7 @@ def read_gated_delta(
         layers=layers,
         stored_by_head=stored_by_head,
     )
-    # This cannot divide by 0: ``read_size`` returns 1 for an invalid size, and reports it.
+    # No division by 0: ``read_size`` returns 1 for an invalid size.
     if net.value_heads % net.key_heads:
         problems.append(
             f"linear_num_value_heads = {net.value_heads}: no multiple of linear_num_key_heads = "

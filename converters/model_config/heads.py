@@ -1,9 +1,9 @@
-"""Heads that replace the output layer over the vocabulary: the linear score layer of value and reward models.
+"""Score layers that replace the output layer in value and reward models.
 
-transformers calls the layer ``score``. It has no bias in ``...ForSequenceClassification``, which returns the
-last token's scores, and a bias in ``...ForTokenClassification``. Trainers on Megatron-Core put a plain linear
-layer into the last pipeline stage, under the name of the output layer, and replicate it on every
-tensor-parallel rank. The layer is never tied to the embedding, whatever ``tie_word_embeddings`` is.
+transformers names the layer ``score``. In ``...ForSequenceClassification`` it has no bias, and the last token
+is scored; in ``...ForTokenClassification`` it has a bias. Trainers on Megatron-Core put a linear layer with
+the name of the output layer into the last pipeline stage, replicated over tensor-parallel ranks. It is never
+tied to the embedding, whatever ``tie_word_embeddings`` says.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from converters.model_config.sizes import Config, read_size
 
 OUTPUT_LAYER = "output_layer.weight"
 _LANGUAGE_MODEL = "ForCausalLM"
-# The value states whether the linear layer of this class has a bias.
+# Suffix of the class -> whether its score layer has a bias.
 _SCORING = {"ForSequenceClassification": False, "ForTokenClassification": True}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """The linear score layer.
+    """A linear score layer.
 
     Attributes:
-        labels: number of scores for each token, at least one.
-        bias: whether the layer has a bias.
+        labels: number of scores per token, at least 1.
+        bias: the layer has a bias.
     """
 
     labels: int
@@ -33,16 +33,20 @@ class ScoreHead:
 
 
 def known_classes(architecture_class: str) -> dict[str, bool | None]:
-    """Return the known model classes of a family, given its language model class. The value is a flag for a
-    bias of the score layer, or None for the language model, which has no score layer."""
+    """Return the supported model classes of a family: class -> whether its score layer has a bias, or None
+    for the language model.
+
+    Args:
+        architecture_class: the family's language model class.
+    """
     stem = architecture_class.removesuffix(_LANGUAGE_MODEL)
     scoring = {stem + suffix: bias for suffix, bias in _SCORING.items()} if stem != architecture_class else {}
     return {architecture_class: None, **scoring}
 
 
 def read_head(config: Config, architecture_class: str, problems: list[str]) -> ScoreHead | None:
-    """Return the head of the class that a config names under ``architectures``, or None for a language model.
-    Problems are appended to ``problems``."""
+    """Return the score layer of the class in ``architectures``; None for a language model. Problems are
+    appended to ``problems``."""
     classes = config.get("architectures")
     if not classes:
         return None
@@ -59,7 +63,7 @@ def read_head(config: Config, architecture_class: str, problems: list[str]) -> S
     if bias is None:
         return None
     names = config.get("id2label")
-    # num_labels is a property of transformers' configs, and may be missing in the file. id2label then gives
-    # the number.
+    # num_labels may be missing in the file, because it is a property of transformers' configs; id2label then
+    # gives the number.
     labels = config.get("num_labels", len(names) if isinstance(names, Mapping) else None)
     return ScoreHead(read_size({"num_labels": labels}, "num_labels", problems), bias)

@@ -1,4 +1,4 @@
-"""transformers' config keys that change neither logits nor training, so that a converter may ignore them."""
+"""Config keys of transformers that affect neither logits nor training, and can be ignored by a conversion."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ _GENERATION = frozenset(
 )
 
 SPEAKING_KEYS = _LOADING | _LABELS | _TOKENS | _GENERATION
-"""Keys that affect the user of a model: loading dtype, special token ids, labels, defaults of text
-generation."""
+"""Keys that affect how a model is used: loading dtype, special tokens, labels, generation defaults."""
 
 INERT_KEYS = _BOOKKEEPING | SPEAKING_KEYS
-"""``SPEAKING_KEYS``, and keys for versions, paths and the format of outputs."""
+"""``SPEAKING_KEYS``, and keys about versions, paths and output formats."""

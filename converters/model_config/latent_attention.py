@@ -1,8 +1,8 @@
-"""Multi-head latent attention, as in DeepSeek-V2: the settings in its config.
+"""Multi-head latent attention, as in DeepSeek-V2: its dimensions in the config.
 
-Queries (if the config gives them a rank), and keys and values together in one small vector for each token,
-are projected down, normalised, and projected up to heads. In each head's query and key, a part without
-positions is followed by a rotated part; all heads share the rotated part of the keys.
+Keys and values are projected down to one small vector per token, normalised, and projected up to heads; so
+are the queries, if they have a rank. In each head, a part of query and key without positions is followed by a
+rotated part; the rotated part of the keys is shared by all heads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from converters.model_config.sizes import Config, read_number, read_size
 
 NORM_EPSILON = 1e-6
-"""Epsilon of the norms between the projections: transformers uses the default of its norm class, whatever
-``rms_norm_eps`` is."""
+"""Epsilon of the norms between the projections. transformers uses the default of its norm class, not
+``rms_norm_eps``."""
 
 CONFIG_KEYS = frozenset(
     {
@@ -28,21 +28,21 @@ CONFIG_KEYS = frozenset(
         "v_head_dim",
     }
 )
-"""Config keys that ``read_latent_attention`` consumes."""
+"""Config keys that ``read_latent_attention`` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Sizes of the projections, named as in the config.
+    """Dimensions of latent attention, named as in the config.
 
     Attributes:
-        q_lora_rank: width of the queries between their two projections; None if there is only one projection.
-        kv_lora_rank: width of the vector that keys and values are projected up from.
-        qk_nope_head_dim: width of the part of a head's query and key without positions, which comes first.
-        qk_rope_head_dim: width of the part that is rotated, in interleaved pairs of dimensions.
+        q_lora_rank: width between the two query projections; None if there is a single projection.
+        kv_lora_rank: width of the vector from which keys and values are projected up.
+        qk_nope_head_dim: width of the part of query and key without positions, which comes first.
+        qk_rope_head_dim: width of the rotated part; dimensions are rotated in interleaved pairs.
         v_head_dim: width of a head's value.
-        mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0
-            disables this.
+        mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0 for
+            no factor.
     """
 
     q_lora_rank: int | None
@@ -59,8 +59,7 @@ class LatentAttention:
 
 
 def read_latent_attention(config: Config, problems: list[str]) -> LatentAttention:
-    """Return the latent attention that a config describes, and append to ``problems`` what cannot be carried
-    over."""
+    """Read the latent attention of a model. Unsupported settings are appended to ``problems``."""
     if config.get("attention_bias"):
         problems.append(
             f"attention_bias = {config['attention_bias']!r}: Megatron-Core's latent attention has no biases"
@@ -94,8 +93,8 @@ def read_latent_attention(config: Config, problems: list[str]) -> LatentAttentio
 
 
 def _mscale_all_dim(config: Config, problems: list[str]) -> float:
-    """Return ``mscale_all_dim`` from the rotary parameters. As in transformers, it counts even without
-    ``mscale``, and zero means that it is not given."""
+    """Return ``mscale_all_dim`` from the rotary parameters. As in transformers, it is used even without
+    ``mscale``, and 0 means that it is not given."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     value = parameters.get("mscale_all_dim") if isinstance(parameters, Mapping) else None
     return read_number(value or 0.0, "rope parameter mscale_all_dim", problems, instead=0.0, may_be_zero=True)

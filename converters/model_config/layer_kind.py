@@ -1,4 +1,4 @@
-"""Kinds of layers."""
+"""Kinds of transformer layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class LayerKind(NamedTuple):
     """Parts of a layer. Layers of the same kind have the same tensors.
 
     Attributes:
-        mixer: token mixer of the layer.
-        sparse: whether the layer has experts instead of the MLP.
+        mixer: token mixer.
+        sparse: the layer has experts instead of a dense MLP.
     """
 
     mixer: Mixer

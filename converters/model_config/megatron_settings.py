@@ -1,5 +1,5 @@
-"""Translation of an architecture into keyword arguments of Megatron-Core's TransformerConfig and GPTModel,
-without importing Megatron-Core."""
+"""Translate an architecture to keyword arguments of Megatron-Core's TransformerConfig and GPTModel, without
+importing Megatron-Core."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from converters.model_config.rope import yarn_attention_factor
 
 
 def latent_settings(architecture: Architecture) -> dict[str, Any]:
-    """Return the keyword arguments of ``MLATransformerConfig`` beyond those of ``TransformerConfig``; empty
-    for ordinary attention.
+    """Return the keyword arguments that ``MLATransformerConfig`` has in addition to ``TransformerConfig``;
+    empty for ordinary attention.
 
     Raises:
-        ConversionError: Megatron-Core has no setting for the rotary scaling.
+        ConversionError: Megatron-Core does not support the rotary scaling.
     """
     latent = architecture.latent_attention
     if latent is None:
@@ -31,9 +31,9 @@ def latent_settings(architecture: Architecture) -> dict[str, Any]:
         "qk_head_dim": latent.qk_nope_head_dim,
         "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
-        # Megatron-Core's own attention uses this as the width of a head's output.
+        # Megatron-Core uses this as the output width of a head.
         "kv_channels": latent.v_head_dim,
-        # This enables the norms between the projections.
+        # Enables the norms between the projections.
         "qk_layernorm": True,
         "rotary_base": architecture.rope_theta,
         "rotary_percent": 1.0,
@@ -42,8 +42,8 @@ def latent_settings(architecture: Architecture) -> dict[str, Any]:
 
 
 def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
-    """Return type and scaling of the rotary embedding. Every field is given, because the defaults are those
-    of a scaled model, and the factor also changes the scale of the scores of an unscaled model."""
+    """Return type and scaling of the rotary embedding. All fields are set: the defaults describe a scaled
+    model, and the factor changes the scale of the scores even of an unscaled one."""
     scaling, latent = architecture.rope_scaling, architecture.latent_attention
     assert latent is not None
     if scaling is None:
@@ -70,12 +70,12 @@ def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
 
 
 def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
-    """Return the ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor.
-    Megatron-Core always divides the scale of ``mscale`` by that of ``mscale_all_dim``."""
+    """Return the ``mscale`` for which Megatron-Core multiplies cosine and sine by the config's attention
+    factor. Megatron-Core always divides the scale of ``mscale`` by that of ``mscale_all_dim``."""
     factor, wanted = scaling["factor"], scaling["attention_factor"]
     logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
     of_all = mscale_all_dim * logarithm + 1.0
-    # Use the config's own number if it gives this factor, because a computed one may differ in the last bit.
+    # Prefer the config's own number, because a computed one may differ in the last bit.
     if scaling["mscale"] is not None and math.isclose(
         (scaling["mscale"] * logarithm + 1.0) / of_all, wanted, rel_tol=1e-9
     ):
@@ -91,34 +91,31 @@ def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
     return 1.0
 
 
-# These are constants in Megatron-Core's code: its model only accepts the factor.
+# Constants in Megatron-Core; only the factor is an argument.
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _OTHER_BACKEND = "use a backend that runs the transformers model itself"
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronSettings:
-    """Settings to pass to Megatron-Core.
+    """Settings for Megatron-Core.
 
     Attributes:
-        transformer: keyword arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` with latent
-            attention. The caller has to add the activation function, because it is a function
-            (``torch.nn.functional.silu``, or ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` if
-            ``Architecture.activation`` is ``clamped_swiglu``), and all settings of training or layout. For a
-            mixture of experts these are ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
-            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, whose coefficient defaults
-            to 0.
+        transformer: keyword arguments of ``TransformerConfig`` (``MLATransformerConfig`` with latent
+            attention). The caller adds the activation function (``torch.nn.functional.silu``, or
+            ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` for ``clamped_swiglu``) and all settings of
+            training and layout. For experts these are ``expert_*_parallel_size``,
+            ``moe_token_dispatcher_type``, ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing
+            loss, which is off by default.
         model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
-        attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel``
-            reads those of YaRN with ``getattr``, although the class does not declare them. Others are
-            declared, but the constructor refuses the value.
-        llama3: keyword arguments of ``RotaryEmbedding._apply_scaling``, to be applied to the unscaled
-            ``inv_freq`` of the built model, if ``GPTModel`` has no arguments for this llama3 scaling;
-            otherwise None.
-        routing: how routers have to choose experts, if Megatron-Core's own routers cannot; otherwise None. If
-            it is set, the arguments above only serve to build Megatron-Core's router.
-        latent_norm_epsilon: epsilon of the norms inside latent attention, to be set in the built model, which
-            gives them the epsilon of the other norms; None if both are equal or there are no such norms.
+        attributes: attributes to set on the config object after construction: YaRN's, which ``GPTModel``
+            reads with ``getattr`` without a declared field, and values that the constructor would reject.
+        llama3: keyword arguments of ``RotaryEmbedding._apply_scaling`` for the unscaled ``inv_freq`` of the
+            built model; None if ``GPTModel`` has arguments for the scaling.
+        routing: routing that Megatron-Core's routers do not support; None if they do. The arguments above
+            then only serve to build Megatron-Core's router.
+        latent_norm_epsilon: epsilon to set in the norms of latent attention after building, because
+            Megatron-Core gives them that of the other norms; None if not needed.
     """
 
     transformer: dict[str, Any]
@@ -130,11 +127,11 @@ class MegatronSettings:
 
 
 def megatron_settings(architecture: Architecture) -> MegatronSettings:
-    """Return the settings with which Megatron-Core computes the same function as transformers.
+    """Return settings with which Megatron-Core computes the same function as transformers.
 
     Raises:
-        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling,
-            or the model has a score head.
+        ConversionError: Megatron-Core does not support the combination of biases or the rotary scaling, or
+            the model has a score layer.
     """
     if architecture.head is not None:
         raise ConversionError(
@@ -157,13 +154,12 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         "add_qkv_bias": add_qkv_bias,
         "qk_layernorm": architecture.qk_norm,
         "init_method_std": architecture.initializer_range,
-        # Set the dropouts explicitly, because the defaults of TransformerConfig are 0.1.
+        # The defaults of TransformerConfig are 0.1.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
     if architecture.sliding_window is not None:
-        # Subtract one: Megatron-Core counts the tokens before and after, while transformers also counts the
-        # token itself.
+        # Megatron-Core's window does not include the token itself, but transformers' does.
         transformer["window_size"] = (architecture.sliding_window - 1, 0)
     if architecture.window_layers is not None:
         transformer["window_attn_skip_freq"] = list(map(int, architecture.window_layers))
@@ -178,8 +174,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     transformer |= latent_settings(architecture)
     model, attributes = _rotary(architecture)
     if architecture.gated_delta is not None:
-        # Do not pass these to the constructor, which would then require Megatron-Core's own gated delta net.
-        # That one does not support packed sequences.
+        # With these in the constructor, Megatron-Core would use its own gated delta net, which does not
+        # support packed sequences.
         attributes |= {
             "gated_delta": architecture.gated_delta,
             "linear_attention_freq": list(map(int, architecture.gated_delta.layers)),
@@ -187,8 +183,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
         if _has_constant_weight(architecture.mixture):
-            # Set it after construction: Megatron-Core computes this case, but its constructor refuses it,
-            # because the router then learns only from a load-balancing loss.
+            # Megatron-Core computes this case, but its constructor rejects it, because the router then gets
+            # gradients only from a load-balancing loss.
             attributes["moe_router_pre_softmax"] = False
     model |= {
         "vocab_size": architecture.vocab_size,
@@ -213,7 +209,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
 
 
 def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
-    """Return ``add_bias_linear``, which enables every bias of attention and MLP, and ``add_qkv_bias``."""
+    """Return ``add_bias_linear`` (all biases of attention and MLP) and ``add_qkv_bias``."""
     biases = (architecture.qkv_bias, architecture.attention_output_bias, architecture.mlp_bias)
     if biases == (True, True, True):
         return True, True
@@ -228,11 +224,11 @@ def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
 
 
 def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
-    """Return the arguments of the experts and their router.
+    """Return the arguments for experts and router.
 
-    Softmax over all logits, with the chosen probabilities divided by their sum, is the same function as
-    softmax over the chosen logits. Megatron-Core computes the latter without ``moe_router_pre_softmax``. With
-    that setting, it does not divide.
+    Softmax over all logits, with the selected probabilities normalised, equals softmax over the selected
+    logits. Megatron-Core computes the latter by default. With ``moe_router_pre_softmax`` it applies softmax
+    to all logits and does not normalise.
     """
     routing = mixture.routing
     shared = {
@@ -244,16 +240,16 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
         "num_moe_experts": mixture.num_experts,
         "moe_router_topk": mixture.experts_per_token,
         "moe_ffn_hidden_size": mixture.ffn_hidden_size,
-        # Avoid a list if all layers have experts: even a list of ones makes Megatron-Core store each layer of
-        # a checkpoint separately.
+        # With a list, even of ones, Megatron-Core stores each layer of a checkpoint separately, so use 1 if
+        # all layers have experts.
         "moe_layer_freq": 1 if all(mixture.sparse_layers) else list(map(int, mixture.sparse_layers)),
         "moe_router_score_function": routing.score,
         "moe_router_pre_softmax": routing.score == "softmax"
         and (not mixture.normalized or _has_constant_weight(mixture)),
         "moe_router_topk_scaling_factor": None if routing.scaling_factor == 1 else routing.scaling_factor,
         "moe_router_enable_expert_bias": routing.has_correction_bias,
-        # Keep the bias constant: after each step Megatron-Core adds this rate times the signs of the loads to
-        # the bias.
+        # Keep the correction bias constant. Otherwise Megatron-Core adds this rate times the signs of the
+        # loads after each step.
         "moe_router_bias_update_rate": 0.0,
         **(groups if routing.is_grouped else {}),
         **(shared if mixture.shared_ffn_hidden_size else {}),
@@ -261,17 +257,18 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
 
 
 def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
-    """Return whether Megatron-Core's router computes the same function.
+    """Return whether Megatron-Core's router gives the same routing as the model's own.
 
-    Megatron-Core always divides sigmoids by their sum, except for a single expert. It ranks a group by the
-    sum of its best scores, as many as experts are chosen from a group on average; for normalized softmax
-    these scores are logits.
+    Megatron-Core always normalises sigmoid scores to sum 1, except for top-1. It ranks a group by the sum of
+    its ``top_k / topk_group`` best scores; for normalised softmax these scores are the logits.
     """
     routing, chosen = mixture.routing, mixture.experts_per_token
+    # Megatron-Core divides sigmoid scores by their sum if and only if a token has several experts.
     if routing.score == "sigmoid" and mixture.normalized != (chosen > 1):
         return False
     if not routing.is_grouped:
         return True
+    # Megatron-Core ranks a group by the sum of its best (topk / groups per token) scores.
     ranked_by = chosen // routing.groups_per_token
     return ranked_by == routing.best_of_group and (
         routing.score == "sigmoid" or not mixture.normalized or ranked_by == 1
@@ -279,16 +276,17 @@ def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
 
 
 def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
-    """Return whether a token has one expert whose weight is always 1, as softmax over a single logit gives
-    it."""
+    """Return whether a token's only expert always has weight 1, because it is a softmax over a single
+    logit."""
     return mixture.routing.score == "softmax" and mixture.normalized and mixture.experts_per_token == 1
 
 
 def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the rotary arguments of the model, and the YaRN attributes of its config."""
+    """Return the model's rotary arguments, and the YaRN attributes of its config."""
     theta = architecture.rope_theta
     model: dict[str, Any] = {
         "position_embedding_type": "rope",
+        # Megatron-Core declares an int, but a float works.
         "rotary_base": int(theta) if theta.is_integer() else theta,
         "rotary_percent": architecture.rotary_fraction,
         "rope_scaling": False,
@@ -313,7 +311,7 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _own_llama3(architecture: Architecture) -> dict[str, Any] | None:
-    """Return the value of ``MegatronSettings.llama3``."""
+    """Return ``MegatronSettings.llama3``."""
     scaling = architecture.rope_scaling
     if (
         scaling is None

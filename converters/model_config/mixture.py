@@ -1,4 +1,4 @@
-"""Mixture of experts of a model: the settings of routing and expert sizes in its config."""
+"""Mixture of experts: routing and dimensions in a model's config."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from converters.model_config.sizes import Config, read_number, read_size
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Choice of a token's experts from the router's logits.
+    """Selection of a token's experts by the router.
 
-    Logits become scores. If experts are grouped, a token goes only to experts of its best groups. It goes to
-    the experts with the highest scores. These scores are the experts' weights, divided by their sum if the
-    mixture is normalized, and multiplied by the scaling factor.
+    Logits become scores. With groups, only experts of the token's best groups are candidates. The experts
+    with the highest scores are selected; the scores are their weights, normalised to sum 1 if the mixture is,
+    times the scaling factor.
 
     Attributes:
-        score: softmax over all experts, or the sigmoid of each logit.
-        has_correction_bias: whether a number for each expert is added to its score when groups and experts
-            are chosen, but not in the weights. It is not a parameter and gets no gradient. It is float32
-            whatever the dtype of the model.
-        groups: number of equal, consecutive groups of experts; 1 without groups.
-        groups_per_token: number of groups that a token may go to.
-        best_of_group: a group is ranked by the sum of this many of its best scores.
+        score: softmax over all experts, or sigmoid of each logit.
+        has_correction_bias: a value per expert is added to the scores for the selection, but not in the
+            weights. It is not a parameter, has no gradient, and is always float32.
+        groups: number of equal groups of consecutive experts; 1 without groups.
+        groups_per_token: number of groups that a token may use.
+        best_of_group: a group is ranked by the sum of this number of its best scores.
         scaling_factor: factor on the weights.
-        in_float32: whether logits are computed in float32 whatever the dtype of the model.
-        has_bias: whether the logits have a bias, which is a parameter.
+        in_float32: logits are computed in float32 for any model dtype.
+        has_bias: logits have a bias, which is a parameter.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -40,7 +39,7 @@ class Routing:
 
     @property
     def is_grouped(self) -> bool:
-        """True if groups exclude some experts for a token."""
+        """True if groups exclude some experts."""
         return self.groups_per_token < self.groups
 
 
@@ -54,17 +53,17 @@ def read_deepseek_routing(
     best_of_group: int,
     grouped: bool = True,
 ) -> Routing:
-    """Return the routing of DeepSeek's mixtures and similar ones (``n_group``, ``topk_group``,
+    """Read the routing of DeepSeek and similar models (``n_group``, ``topk_group``,
     ``routed_scaling_factor``).
 
     Args:
-        config: flat config with the defaults of its class filled in.
-        problems: problems are appended to this list.
-        experts: number of experts of a layer.
-        chosen: number of experts that a token goes through.
+        config: flat config with the class's defaults.
+        problems: list to which problems are appended.
+        experts: number of experts per layer.
+        chosen: number of experts per token.
         score: see ``Routing``. Sigmoid routers have a correction bias.
         best_of_group: see ``Routing``.
-        grouped: False if the config's groups are not used.
+        grouped: use the config's groups.
     """
     scale = read_number(config.get("routed_scaling_factor"), "routed_scaling_factor", problems)
     groups, kept = (
@@ -72,7 +71,7 @@ def read_deepseek_routing(
     )
     if experts % groups:
         problems.append(f"n_group = {groups}: it must divide the {experts} experts")
-        # Continue with values that divide, so that the following checks report only their own problems.
+        # Continue with valid values, so that later checks report only their own problems.
         groups = kept = 1
     if kept > groups:
         problems.append(f"topk_group = {kept}: there are only {groups} groups (n_group)")
@@ -92,25 +91,22 @@ def read_deepseek_routing(
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Routed experts instead of the MLP, in some or all layers.
-
-    The router sends every token to the ``experts_per_token`` experts with the best scores, which are also the
-    weights of the experts. A shared expert, if there is one, processes every token.
+    """Routed experts that replace the MLP in some or all layers. A shared expert, if there is one, processes
+    every token.
 
     Attributes:
-        num_experts: number of experts of one layer.
-        experts_per_token: number of experts that each token goes through.
-        ffn_hidden_size: width of the gated MLP of one expert.
-        normalized: whether the scores of the chosen experts are divided by their sum.
-        sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one layer
-            has experts.
-        auxiliary_loss_coefficient: weight of the load-balancing loss that transformers would train with; it
-            does not affect the logits.
-        shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one. Several shared
-            experts count as one of their total width.
-        shared_gate: whether the output of the shared expert is multiplied by the sigmoid of a gate of one
-            logit.
-        routing: how experts are chosen.
+        num_experts: number of experts per layer.
+        experts_per_token: number of experts that process a token.
+        ffn_hidden_size: width of an expert's gated MLP.
+        normalized: the weights of a token's experts are normalised to sum 1.
+        sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one is
+            True.
+        auxiliary_loss_coefficient: weight of the load-balancing loss that transformers would train with; no
+            effect on the logits.
+        shared_ffn_hidden_size: width of the shared expert's gated MLP; 0 without one. Several shared experts
+            count as one with their total width.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a gate with one logit.
+        routing: how experts are selected.
     """
 
     num_experts: int
@@ -139,21 +135,21 @@ def read_mixture(
     shared_width_key: str | None = None,
     routing: Routing = Routing(),  # shared by all calls, but frozen
 ) -> MixtureOfExperts | None:
-    """Return the mixture that a config describes.
+    """Read a mixture of experts.
 
     Args:
-        config: flat config with the defaults of its class filled in.
-        problems: problems are appended to this list.
-        width_key: config key of the width of an expert.
+        config: flat config with the class's defaults.
+        problems: list to which problems are appended.
+        width_key: config key of an expert's width.
         normalized: see ``MixtureOfExperts``.
         sparse_layers: for each layer, whether it may have experts.
-        shared_width_key: config key of the width of the shared expert; None for a family without one.
-        routing: how experts are chosen.
+        shared_width_key: config key of the shared expert's width; None without one.
+        routing: how experts are selected.
 
     Returns:
-        The mixture, or None if no layer has experts.
+        The mixture; None if no layer has experts.
     """
-    # Depending on its version, transformers writes this key of Qwen3-MoE under either name.
+    # For Qwen3-MoE, transformers uses either name, depending on its version.
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if not any(sparse_layers) or config.get(key) == 0:
         return None
@@ -192,19 +188,19 @@ def read_deepseek_mixture(
     grouped: bool = True,
     sparse_layers: tuple[bool, ...] | None = None,
 ) -> MixtureOfExperts | None:
-    """Return the mixture of DeepSeek's models and similar ones: experts in all but the first layers, routing
-    by groups, and shared experts without a gate.
+    """Read the mixture of experts of DeepSeek and similar models: dense first layers, group-limited routing,
+    and shared experts without a gate.
 
     Args:
-        config: flat config with the defaults of its class filled in.
-        num_layers: number of layers of the model.
-        problems: problems are appended to this list.
+        config: flat config with the class's defaults.
+        num_layers: number of layers.
+        problems: list to which problems are appended.
         score, best_of_group, grouped: see ``read_deepseek_routing``.
         sparse_layers: for each layer, whether it has experts; None for all but the first
             ``first_k_dense_replace``.
 
     Returns:
-        The mixture, or None for a model without experts.
+        The mixture; None if no layer has experts.
     """
     if sparse_layers is None:
         dense = read_size(config, "first_k_dense_replace", problems, least=0)
@@ -244,20 +240,19 @@ def read_deepseek_mixture(
 
 
 def require(config: Config, key: str, only: object, why: str, problems: list[str]) -> None:
-    """Append a problem if a key has a value other than the only one that transformers supports."""
+    """Append a problem if a key has another value than the only one that transformers supports."""
     value = config.get(key)
     if value is not None and value != only:
         problems.append(f"{key} = {value!r}: only {only!r} is supported; {why}")
 
 
 ROUTER_KEYS = frozenset({"moe_layer_freq", "scoring_func", "topk_method"})
-"""Config keys of sigmoid routers (``require_sigmoids``); transformers reads none of them, but other engines
-do."""
+"""Config keys of sigmoid routers (``require_sigmoids``); read by other engines, but not by transformers."""
 
 
 def require_sigmoids(config: Config, problems: list[str]) -> None:
-    """Append a problem for each router key that asks for anything other than sigmoids with a
-    correction bias."""
+    """Append a problem for each router key that requests anything but sigmoid scores with a correction
+    bias."""
     require(
         config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems
     )

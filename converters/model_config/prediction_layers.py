@@ -1,14 +1,14 @@
-"""Prediction layers: layers after the ordinary ones that predict further tokens (multi-token prediction,
-DeepSeek-V3), for training and for speculative decoding.
+"""Multi-token-prediction (MTP) layers after the ordinary layers, for training and speculative decoding
+(DeepSeek-V3).
 
-Hugging Face checkpoints number them after the ordinary layers, ``model.layers.{num_hidden_layers}``. Each has
-the tensors of an ordinary layer, a norm of the embedding of the next token (``enorm``), a norm of the hidden
-state (``hnorm``), a projection of both together (``eh_proj``) and a norm before the output layer
-(``shared_head.norm``). transformers computes logits without them. Weights may lack all of the prediction
-layers that their config counts, as transformers itself saves them, but not only some of their tensors.
+Hugging Face checkpoints number them after the ordinary layers: ``model.layers.{num_hidden_layers}``. Each has
+the tensors of an ordinary layer, norms of the next token's embedding (``enorm``) and of the hidden state
+(``hnorm``), a projection of both (``eh_proj``), and a norm before the output layer (``shared_head.norm``).
+Logits do not depend on them. A checkpoint may lack all MTP layers of its config, as when transformers saves
+it, but not some of their tensors.
 
-Qwen3-Next and Qwen3.5 have one prediction layer, with attention, under separate names (``mtp.``) and not
-always in the config.
+Qwen3-Next and Qwen3.5 have one MTP layer, with attention, under the prefix ``mtp.``, and not always in the
+config.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from converters.model_config.architecture import Architecture, ModelFacts
 
 CONFIG_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
-"""Config keys that ``read_prediction_layers`` consumes; the second is another name for the first."""
+"""Config keys that ``read_prediction_layers`` reads; the second is an alias of the first."""
 
 MTP_KEYS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
-"""Config keys that ``read_mtp_layers`` consumes."""
+"""Config keys that ``read_mtp_layers`` reads."""
 
 _OUTSIDE = (
     ("enorm", "enorm"),
@@ -42,14 +42,13 @@ _OUTSIDE_MTP = (
     ("fc", "eh_proj"),
     ("norm", "final_layernorm"),
 )
-# Earlier and later releases of Megatron-Core name the inner layer differently. Checkpoints of both use
-# transformer_layer.
+# Releases of Megatron-Core name the inner layer differently. In checkpoints it is always transformer_layer.
 _INNER = "transformer_layer"
 _NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
 
 
 def read_prediction_layers(config: Config, problems: list[str]) -> int:
-    """Return the number of prediction layers in a config, and append problems to ``problems``."""
+    """Return the number of MTP layers in a config. Problems are appended to ``problems``."""
     value = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
     if value is None:
         return 0
@@ -60,7 +59,7 @@ def read_prediction_layers(config: Config, problems: list[str]) -> int:
 
 
 def read_mtp_layers(config: Config, problems: list[str]) -> int:
-    """Return the number of prediction layers of a Qwen model, by default one, and append problems to
+    """Return the number of MTP layers of a Qwen model, 1 by default. Problems are appended to
     ``problems``."""
     value = config.get("mtp_num_hidden_layers", 1)
     if isinstance(value, bool) or value not in (0, 1):
@@ -77,13 +76,13 @@ def read_mtp_layers(config: Config, problems: list[str]) -> int:
 def prediction_rules(
     facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...], *, in_mtp: bool = False
 ) -> tuple[Rule, ...]:
-    """Return the rules of all parameters of one prediction layer.
+    """Return the rules of all parameters of an MTP layer.
 
     Args:
-        facts: the model.
-        index: index of the prediction layer, from 0.
-        layer_rules: rules of the ordinary layer of index ``num_layers + index``.
-        in_mtp: whether its tensors have Qwen's names.
+        facts: facts of the model.
+        index: index of the MTP layer, from 0.
+        layer_rules: rules of the ordinary layer with index ``num_layers + index``.
+        in_mtp: the tensors have Qwen's names.
     """
     layer, hidden = facts.num_layers + index, facts.hidden_size
     megatron, counted = f"mtp.layers.{index}.", f"model.layers.{layer}."
@@ -97,20 +96,20 @@ def prediction_rules(
         name = rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1)
         parts = tuple(renamed(part, counted, megatron) for part in rule.parts) if in_mtp else rule.parts
         inner.append(replace(rule, megatron_name=name, parts=parts))
-    # Keep the forward order: the final norm follows the inner layer.
+    # The final norm comes after the inner layer.
     return (*rules[:-1], *inner, rules[-1])
 
 
 def usual_name(megatron_name: str) -> str:
-    """Return the name that the rules use for a parameter of a prediction layer; other names are returned
-    unchanged."""
+    """Return the name that the rules use for an MTP layer's parameter; other names are returned unchanged."""
     return _NAME.sub(rf"\g<1>{_INNER}\2", megatron_name)
 
 
 def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Yield the tensors that a prediction layer may repeat, each with the original: embedding and output
-    layer, which are shared."""
+    """Yield (copy, original) tensor names for the embedding and the output layer, which an MTP layer shares
+    with the main model but may store again."""
     for index in range(facts.prediction_layers):
+        # MTP layers are numbered after the model's own layers.
         prefix = f"model.layers.{facts.num_layers + index}."
         yield f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"
         head = "model.embed_tokens.weight" if facts.tied_embeddings else "lm_head.weight"
@@ -118,8 +117,7 @@ def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def as_stored(architecture: Architecture, names: Iterable[str]) -> Architecture:
-    """Return the architecture without prediction layers if the stored weights have none of their tensors;
-    otherwise return it unchanged.
+    """Return the architecture without MTP layers if none of their tensors is stored; else unchanged.
 
     Args:
         architecture: architecture that the config describes.
@@ -132,6 +130,6 @@ def as_stored(architecture: Architecture, names: Iterable[str]) -> Architecture:
 
 
 def beginnings(architecture: Architecture) -> tuple[str, ...]:
-    """Return the prefixes of the tensor names of prediction layers."""
+    """Return the name prefixes of the tensors of MTP layers."""
     layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
     return ("mtp.", *(f"model.layers.{layer}." for layer in layers))

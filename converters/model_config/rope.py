@@ -1,4 +1,5 @@
-"""Rotary position settings of a Hugging Face config, in one normal form with every parameter given."""
+"""Read the rotary embedding settings of a Hugging Face config, and normalise them to a form with all
+parameters."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ ROPE_KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     ),
 }
-"""Required and optional parameters of each type of rotary scaling."""
+"""Type of rotary scaling -> (required parameters, optional parameters)."""
 _KEYS = {kind: needed | possible for kind, (needed, possible) in ROPE_KINDS.items()}
-# Only vLLM reads these keys. Each has the value that changes nothing.
+# Keys that only vLLM reads -> (neutral value, effect).
 _OF_VLLM: dict[str, tuple[object, str]] = {
     "attn_factor": (1, "multiplies the rotary embedding by it"),
     "extrapolation_factor": (1, "mixes the frequencies by it"),
     "apply_yarn_scaling": (True, "takes the scaling of the attention from it"),
 }
-# These keys belong to types of rotary scaling that are not supported, and to vision-language models.
+# Keys of unsupported types of scaling and of vision-language models.
 _OF_OTHERS = frozenset(
     {
         "alpha",
@@ -45,19 +46,21 @@ _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fac
 def read_rope(
     config: Config, problems: list[str], *, partly: bool = False, in_sections: bool = False
 ) -> tuple[float, dict[str, object] | None]:
-    """Return base and scaling of the rotary embedding.
+    """Read base and scaling of the rotary embedding, from ``rope_parameters`` or the older ``rope_theta`` and
+    ``rope_scaling``.
 
-    Read ``rope_parameters`` or, if that is absent, the older ``rope_theta`` and ``rope_scaling``. Append to
-    ``problems`` what cannot be represented, and also the rotation of only a part of the head
-    (``rotated_fraction``), unless ``partly`` allows it for the family. With ``in_sections``, frequencies may
-    be divided over time, height and width, which are the same position in a text.
+    Args:
+        config: flat config.
+        problems: list to which unsupported settings are appended.
+        partly: the family allows the rotation of a part of each head (``rotated_fraction``).
+        in_sections: frequencies may be divided among time, height and width, which are equal for text.
 
     Returns:
         The base (theta), and None or one of ``{"type": "linear", "factor"}``, ``{"type": "llama3", "factor",
             "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}``, ``{"type": "yarn",
             "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-            "mscale", "mscale_all_dim", "truncate"}``, where ``mscale`` and ``mscale_all_dim`` are both
-            numbers or both None.
+            "mscale", "mscale_all_dim", "truncate"}``. ``mscale`` and ``mscale_all_dim`` are both numbers or
+            both None.
     """
     parameters = _parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
@@ -95,8 +98,7 @@ def read_rope(
 
 
 def rotary_disagreements(config: Config) -> list[str]:
-    """Return the rotary-embedding parameters that vLLM interprets differently from transformers, each with
-    the reason."""
+    """Return descriptions of rotary parameters that vLLM interprets differently from transformers."""
     parameters = _parameters(config)
     return [
         (
@@ -110,7 +112,7 @@ def rotary_disagreements(config: Config) -> list[str]:
 
 
 def unread_rope_parameters(config: Config) -> list[str]:
-    """Return the rotary parameters that nothing reads, with their values; ``read_rope`` ignores them."""
+    """Return rotary parameters that nothing reads, with their values; ``read_rope`` ignores them."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if not isinstance(kind, str) or kind not in _KEYS:
@@ -122,8 +124,8 @@ def unread_rope_parameters(config: Config) -> list[str]:
 
 
 def _unread(parameters: Config, kind: str) -> list[str]:
-    """Return the parameters that transformers does not read for a type of rotary embedding, except those
-    whose value changes nothing anywhere."""
+    """Return the parameters that transformers does not read for a type of scaling, except those with a
+    neutral value."""
     keys = sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind])
     return [
         key
@@ -133,8 +135,7 @@ def _unread(parameters: Config, kind: str) -> list[str]:
 
 
 def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> float:
-    """Return the part of a head, from its beginning, that is rotated (``partial_rotary_factor``); 1 if the
-    config does not give it."""
+    """Return the leading fraction of a head that is rotated (``partial_rotary_factor``); 1 by default."""
     fraction = _parameters(config).get("partial_rotary_factor")
     if fraction is None:
         return 1.0
@@ -157,16 +158,17 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    # As in transformers, the two scales count only if both are given and not zero.
+    # As in transformers, the scales are used only if both are given and not 0.
     if mscale and mscale_all_dim:
         return scale(mscale) / scale(mscale_all_dim)
     return scale(1.0)
 
 
 def _parameters(config: Config) -> dict[str, object]:
-    """Return the rotary parameters, with the older top-level keys filled in."""
+    """Return the rotary parameters, including the older top-level keys."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = dict(found) if isinstance(found, Mapping) else {"rope_type": found}
+    # Older configs have these keys at the top level.
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is None and config.get(key) is not None:
             parameters[key] = config[key]
@@ -174,7 +176,7 @@ def _parameters(config: Config) -> dict[str, object]:
 
 
 def _number(parameters: Config, key: str, problems: list[str], default: object = None) -> float:
-    """Return a positive number. For any other value, append a problem and return NaN."""
+    """Return a positive number. For other values, append a problem and return NaN."""
     return read_number(
         parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan
     )
@@ -183,7 +185,7 @@ def _number(parameters: Config, key: str, problems: list[str], default: object =
 def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, object]:
     original = _original_length(parameters, config, problems)
     longest = config.get("max_position_embeddings")
-    # If no factor is given, use transformers' default: the factor by which the context was extended.
+    # transformers' default factor: the ratio by which the context was extended.
     stretched = longest / original if isinstance(longest, int) and original else None
     factor = _number(parameters, "factor", problems, default=stretched)
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
@@ -197,7 +199,7 @@ def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, 
         "attention_factor": _number(
             parameters, "attention_factor", problems, default=yarn_attention_factor(factor, *scales)
         ),
-        # transformers treats zero as "not given" for these two.
+        # transformers treats 0 as "not given".
         "beta_fast": _number({"beta_fast": parameters.get("beta_fast") or 32.0}, "beta_fast", problems),
         "beta_slow": _number({"beta_slow": parameters.get("beta_slow") or 1.0}, "beta_slow", problems),
         "mscale": scales[0],
@@ -207,8 +209,8 @@ def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, 
 
 
 def _original_length(parameters: Config, config: Config, problems: list[str]) -> int:
-    """Return the context length before scaling, in tokens. As in transformers, the default is
-    ``max_position_embeddings``."""
+    """Return the context length in tokens before scaling; by default ``max_position_embeddings``, as in
+    transformers."""
     value = _number(
         parameters,
         "original_max_position_embeddings",

@@ -1,4 +1,4 @@
-"""Parsing of numbers in a config, and the problems reported for invalid ones."""
+"""Read numbers from a config, and report invalid ones as problems."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sys
 from collections.abc import Mapping
 
 Config = Mapping[str, object]
-"""A flat ``config.json``, with the defaults of its class filled in, or one of its sections."""
+"""A flat ``config.json`` with the defaults of its class, or one of its sections."""
 SIZE_NEEDED = "a positive whole number is needed"
-"""End of the problem reported for a size that is missing or of the wrong type."""
+"""End of the message for a missing or invalid size."""
 
 
 def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) -> int:
-    """Return the size under a key, a whole number. If there is none, or it is below ``least`` (0 or 1),
-    append a problem and return ``least``."""
+    """Return the integer at a key. If it is missing, invalid, or below ``least`` (0 or 1), append a problem
+    and return ``least``."""
     value = config.get(key)
-    # Exclude bool, which is an int in Python: true is not a size.
+    # bool is an int in Python, but true is not a size.
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     problems.append(
@@ -33,10 +33,10 @@ def read_number(
     instead: float = 1.0,
     may_be_zero: bool = False,
 ) -> float:
-    """Return a finite number above 0, or with ``may_be_zero`` of at least 0. For any other value, append a
-    problem that begins with ``name``, and return ``instead``."""
+    """Return a finite number above 0 (at least 0 with ``may_be_zero``). For other values, append a problem
+    that begins with ``name``, and return ``instead``."""
     value = default if value is None else value
-    # This also refuses NaN, which fails the comparison with 0, and an integer that is no float.
+    # NaN fails the comparison with 0, and integers too large for a float fail the other.
     if (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -51,6 +51,6 @@ def read_number(
 
 
 def is_off(value: object) -> bool:
-    """Return whether a value disables a feature. None, False and empty values do; zero does not, since it may
-    mean anything."""
+    """Return whether a value disables a feature: None, False and empty values. 0 is not included, because its
+    meaning depends on the key."""
     return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)

@@ -1,6 +1,6 @@
-"""Vision tower of a vision-language model: its sizes, and the tokens that stand for pictures in a text.
+"""Vision tower of a vision-language model: its dimensions, and the image tokens of the text.
 
-The tower is carried through conversions and exports, and never computed.
+The tower is converted and exported, but never computed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from converters.model_config.sizes import Config, read_size
 
 TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 CONFIG_KEYS = frozenset({"vision_config", *TOKENS})
-"""Config keys that ``read_vision`` consumes."""
+"""Config keys that ``read_vision`` reads."""
 _SIZES = (
     "depth",
     "hidden_size",
@@ -28,17 +28,17 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """Sizes of the vision tower of Qwen's models.
+    """Dimensions of the vision tower of Qwen's models.
 
     Attributes:
-        layers: number of blocks of attention and MLP.
+        layers: number of blocks.
         hidden_size: width of a patch's embedding.
-        ffn_hidden_size: width of the MLP of a block.
+        ffn_hidden_size: width of a block's MLP.
         patch: channels, frames, rows and columns of a patch.
         positions: rows of the position embedding.
-        merged: number of patches that are merged into one text token.
+        merged: number of patches that are merged to one text token.
         output_size: width of a merged token.
-        tokens: ids of the tokens that stand for pictures, or begin and end them.
+        tokens: ids of image and video tokens, and of the tokens that begin and end them.
     """
 
     layers: int
@@ -52,12 +52,17 @@ class VisionTower:
 
 
 def read_vision(config: Config, problems: list[str]) -> VisionTower | None:
-    """Return the vision tower of a config whose ``vision_config`` has the defaults of its class, and append
-    problems to ``problems``."""
+    """Read the vision tower of a config. Problems are appended to ``problems``.
+
+    Args:
+        config: config whose ``vision_config`` has the defaults of its class.
+        problems: list of problems.
+    """
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         problems.append(f"vision_config = {vision!r}: an object is needed")
         return None
+    # A separate list, because these messages get the name of the section in front.
     of_vision: list[str] = []
     read = {key: read_size(vision, key, of_vision) for key in _SIZES}
     problems += [f"vision_config.{problem}" for problem in of_vision]

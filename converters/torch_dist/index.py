@@ -1,4 +1,4 @@
-"""The index of a distributed checkpoint, ``.metadata``: reading it without running code, and writing it."""
+"""Read the index ``.metadata`` of a distributed checkpoint without running code, and write it."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def read_index(directory: Path) -> Metadata:
 
 
 def write_index(index: Metadata, file: IO[bytes]) -> None:
-    """Write an index like ``torch.distributed.checkpoint``."""
+    """Write an index in the format of ``torch.distributed.checkpoint``."""
     pickle.dump(index, file)

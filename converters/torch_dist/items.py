@@ -1,8 +1,7 @@
-"""Items of a distributed checkpoint: locating the bytes of a tensor that ``torch.save`` wrote into the middle
-of a file.
+"""Locate and read single tensors in the ``*.distcp`` files of a distributed checkpoint.
 
-Each tensor of a ``*.distcp`` file is a separate zip archive: a small pickle with dtype, shape and strides,
-and the raw, uncompressed bytes. Reading them in place touches only the requested rows, and runs no code.
+Each tensor is a zip archive of ``torch.save`` inside the file: a small pickle with dtype, shape and strides,
+and the raw bytes. Reading the bytes in place touches only the requested rows, and runs no code.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from converters.checkpoint.boxes import Box, part, read_box, whole
 from converters.errors import ConversionError
 from converters.files.restricted import DAMAGED, unpickle
 
-# This is the size in bytes of an entry's own header in a ZIP archive, without its name and extra field.
+# Bytes of an entry's header in a ZIP archive, without name and extra field.
 _LOCAL_HEADER = 30
 _LARGEST_DESCRIPTION = 2**16
 _STORAGES = {
@@ -45,8 +44,8 @@ class RawTensor:
     """Location and layout of a tensor's elements in a file.
 
     Attributes:
-        offset: offset of the first byte, from the beginning of the file.
-        dtype, shape: dtype and shape of the tensor.
+        offset: byte offset of the first element.
+        dtype, shape: dtype and shape.
         strides: strides in elements.
     """
 
@@ -57,9 +56,10 @@ class RawTensor:
 
     @property
     def contiguous(self) -> bool:
-        """True if the elements are stored consecutively, in order."""
+        """True if the elements are stored in order without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            # The stride of a dimension of size 1 is arbitrary.
             if size > 1 and stride != expected:
                 return False
             expected *= size
@@ -67,37 +67,36 @@ class RawTensor:
 
     @property
     def span(self) -> int:
-        """Number of elements from the first to the last, in the file."""
+        """Number of elements from the first to the last, with gaps."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTensor:
-    """Return the location of a serialised tensor's bytes.
+    """Locate the bytes of a serialised tensor.
 
     Args:
-        descriptor: descriptor of the file, open for reading; its position is neither used nor moved.
-        offset, length: offset and length of the archive in the file, in bytes.
-        what: name of the tensor in errors.
+        descriptor: file descriptor; its position is not used.
+        offset, length: byte range of the archive in the file.
+        what: name of the tensor for error messages.
 
     Raises:
-        ConversionError: there is no such archive, or it does not hold exactly one plain tensor.
+        ConversionError: there is no such archive, or it does not contain exactly one plain tensor.
     """
     window = _Window(descriptor, offset, length, what)
     try:
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for name in ("data.pkl", "byteorder"):
-            # Check the sizes first: a description of gigabytes would otherwise be read into memory before any
-            # check.
+            # Check the sizes first, because a huge description would be read into memory.
             if name in entries and (
                 entries[name].file_size > _LARGEST_DESCRIPTION
                 or entries[name].compress_type != zipfile.ZIP_STORED
             ):
                 raise ValueError(f"a description of {entries[name].file_size} bytes")
         described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
-        # Older releases of torch do not store the byte order.
+        # Older releases of torch do not record the byte order.
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if not isinstance(described, _Described):
             raise TypeError(f"a {type(described).__name__} where a tensor should be")
@@ -113,7 +112,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         ) from error
     first = described.first * described.dtype.itemsize
     raw = RawTensor(offset + start + first, described.dtype, described.shape, described.strides)
-    # torch writes neither form. Read without this check, a file of another writer would give random values.
+    # torch never writes these, but another writer might, and the values would be read wrong.
     if storage.compress_type != zipfile.ZIP_STORED or order != sys.byteorder:
         raise ConversionError(
             f"{what} is stored compressed or in another byte order", "save the checkpoint again"
@@ -128,7 +127,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
 
 
 def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
-    """Read a whole serialised tensor.
+    """Read a full serialised tensor.
 
     Raises:
         ConversionError: the tensor is missing or damaged.
@@ -146,18 +145,18 @@ def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
 
 
 def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Tensor:
-    """Read a box of a tensor in a file, or the whole tensor, into a fresh contiguous tensor."""
+    """Read a tensor in a file, or a box of it, to a new contiguous tensor."""
     box = whole(raw.shape) if box is None else box
     if raw.contiguous:
         return read_box(descriptor, raw.offset, raw.dtype, raw.shape, box, what)
-    # In the rare case of a saved transposed tensor, read the full span of its elements, and take a view.
+    # A transposed tensor was saved, which is rare: read the whole span and take a view.
     everything = read_box(descriptor, raw.offset, raw.dtype, (raw.span,), whole((raw.span,)), what)
     return part(everything.as_strided(raw.shape, raw.strides), box).contiguous()
 
 
 def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
-    """Return the offset of an entry's content, which follows the entry's own header. The archive's directory
-    does not give the padding of that header."""
+    """Return the offset of an entry's contents. It follows the entry's own header, whose padding is not in
+    the archive's directory."""
     window.seek(entry.header_offset)
     header = window.read(_LOCAL_HEADER)
     name, extra = struct.unpack("<HH", header[26:30])
@@ -166,7 +165,7 @@ def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """Description of a tensor in the archive's pickle."""
+    """Description of a tensor in an archive's pickle."""
 
     key: str
     dtype: torch.dtype
@@ -178,19 +177,18 @@ class _Described:
 def _describe(
     storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *more: Any
 ) -> _Described:
-    """Return the description from the arguments that rebuild a tensor. A dtype without its own storage class
-    is among ``more``."""
+    """Return the description, from the arguments with which torch rebuilds a tensor. A dtype without a
+    storage class of its own is in ``more``."""
     dtype = next((value for value in more if isinstance(value, torch.dtype)), storage[1])
     return _Described(storage[0], dtype, first, tuple(shape), tuple(strides))
 
 
 def _known(module: str, name: str) -> Any:
-    """Return the object of a name in the description of a plain tensor, or None if no plain tensor needs that
-    name."""
+    """Return the object for a name in the pickle of a plain tensor; None if it is not allowed."""
     special = {
         ("torch._utils", "_rebuild_tensor_v2"): _describe,
         ("torch._utils", "_rebuild_tensor_v3"): _describe,
-        # Newer releases of torch name no dtype here, and pass it as an additional argument.
+        # Newer releases of torch pass the dtype as an additional argument.
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("collections", "OrderedDict"): dict,
     }
@@ -208,7 +206,7 @@ def _storage(identifier: Any) -> tuple[str, torch.dtype]:
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, presented as a file."""
+    """A section of a file that behaves like a file."""
 
     def __init__(self, descriptor: int, offset: int, length: int, what: str) -> None:
         self._descriptor, self._offset, self._length, self._position, self._what = (
@@ -239,7 +237,7 @@ class _Window(io.RawIOBase):
             data = os.pread(
                 self._descriptor, rest if size < 0 else min(size, rest), self._offset + self._position
             )
-        # Convert the error: zipfile would otherwise conclude that the file is not an archive.
+        # zipfile would report an OSError as "not an archive".
         except (OSError, OverflowError) as error:
             raise ConversionError(
                 f"{self._what} cannot be read ({error})", "check the disk, or fetch the checkpoint again"

@@ -1,5 +1,5 @@
-"""Locating a distributed checkpoint for a path that the user gives: the ``torch_dist`` directory itself, or a
-directory in which a trainer keeps it."""
+"""Find the ``torch_dist`` checkpoint for a path: the checkpoint itself, or a trainer's directory that
+contains it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ _ITERATION = re.compile(r"iter_\d{7,}")
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Return whether the directory itself is a distributed checkpoint."""
+    """Return whether a directory itself is a distributed checkpoint."""
     return (directory / INDEX_FILE).is_file()
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Return the distributed checkpoint that the user means.
-
-    In a directory with several iterations, it is the one that the tracker file names. Otherwise the directory
-    names that trainers use (``release``, ``dist_ckpt``, ``weights``) are tried.
+    """Return the distributed checkpoint in a directory: the directory itself, the iteration that the tracker
+    file names, or a subdirectory with a name that trainers use (``release``, ``dist_ckpt``, ``weights``).
 
     Raises:
-        ConversionError: there is no checkpoint, or the tracker names one that does not exist.
+        ConversionError: there is no checkpoint, or the tracker names a missing one.
     """
     if is_checkpoint(directory):
         return directory
     tracker = directory / TRACKER_FILE
     if tracker.is_file():
         named = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        # Megatron-LM writes iterations with at least seven digits.
+        # Megatron-LM writes at least seven digits.
         found = directory / (named if named == "release" else f"iter_{named:0>7}")
         if not (named == "release" or named.isdigit()) or not found.is_dir():
             raise ConversionError(
@@ -66,7 +64,7 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Return whether ``find_checkpoint`` finds a checkpoint."""
+    """Return whether ``find_checkpoint`` succeeds."""
     try:
         find_checkpoint(directory)
     except (ConversionError, OSError):

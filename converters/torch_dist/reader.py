@@ -1,5 +1,4 @@
-"""Reader of the tensors of a ``torch_dist`` checkpoint in parts. It reads checkpoints of any program and any
-sharding."""
+"""Read tensors of ``torch_dist`` checkpoints in sections, from any program and with any sharding."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from converters.torch_dist.location import INDEX_FILE
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Stored box of a tensor, and the location of its archive."""
+    """A stored box of a tensor, and the location of its archive."""
 
     box: Box
     file: str
@@ -38,8 +37,13 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A stored tensor. ``chunks`` are indexed by their position on the leading axes on which every chunk has
-    size 1."""
+    """A stored tensor.
+
+    Attributes:
+        shape, dtype: full shape, and dtype.
+        leading: number of leading dimensions in which every chunk has size 1.
+        chunks: index in these dimensions -> chunks.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +52,7 @@ class _Stored:
 
 
 class StoredTensors(Protocol):
-    """Tensors of a checkpoint by key, from one directory or a composed view. The methods behave as in
+    """Interface of the tensors in a checkpoint, or in a view of one. The methods behave as in
     ``TorchDistCheckpoint``.
 
     Attributes:
@@ -66,13 +70,13 @@ class StoredTensors(Protocol):
 
 
 class TorchDistCheckpoint:
-    """Tensors of one checkpoint directory, by key. Several threads may read at once.
+    """Tensors of a checkpoint directory. Thread-safe.
 
     Args:
         directory: directory with ``.metadata``.
 
     Raises:
-        ConversionError: the index is missing or damaged, or names files outside the directory.
+        ConversionError: the index is missing or damaged, or names files outside of the directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -93,7 +97,7 @@ class TorchDistCheckpoint:
         # Re-raise it: a ConversionError is a ValueError, which DAMAGED includes.
         except ConversionError:
             raise
-        # A pickle may set any attribute to any value.
+        # A pickle can set any attribute to any value.
         except DAMAGED as error:
             raise ConversionError(
                 f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})",
@@ -103,7 +107,7 @@ class TorchDistCheckpoint:
         for stored in self._tensors.values():
             for chunks in stored.chunks.values():
                 names.update(chunk.file for chunk in chunks)
-        # Check the names, which come from an untrusted file: none may lead out of the directory.
+        # The index is untrusted, so check that no file name leads out of the directory.
         problems = unusable_names(directory, names)
         if problems:
             raise ConversionError(
@@ -123,7 +127,7 @@ class TorchDistCheckpoint:
         return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor, including its leading axes of layers and experts."""
+        """Return the shape of a stored tensor, with the leading dimensions of layers and experts."""
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
@@ -131,13 +135,13 @@ class TorchDistCheckpoint:
         return self._entry(key).dtype
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Read a box of a stored tensor, assembled from the pieces in which it was saved.
+        """Read a box of a stored tensor, assembled from its chunks.
 
         Returns:
-            A fresh contiguous CPU tensor of the stored dtype.
+            A new contiguous CPU tensor with the stored dtype.
 
         Raises:
-            ConversionError: there is no such tensor, part of the box was never saved, or a file is damaged.
+            ConversionError: the tensor does not exist, a part of the box was not saved, or a file is damaged.
         """
         stored = self._entry(key)
         if len(box) != len(stored.shape) or any(
@@ -156,7 +160,7 @@ class TorchDistCheckpoint:
                 + ("never saved" if missing > 0 else "saved more than once"),
                 "the checkpoint is incomplete; save it again",
             )
-        # Return the only piece without a copy into a second tensor, which is the usual case.
+        # Usually there is one chunk, which needs no copy.
         if len(pieces) == 1:
             return self._read_piece(key, stored, *pieces[0])
         out = torch.empty(shape_of(box), dtype=stored.dtype)
@@ -165,12 +169,13 @@ class TorchDistCheckpoint:
         return out
 
     def read_object(self, key: str) -> bytes:
-        """Return an object other than a tensor, as ``torch.save`` wrote it.
+        """Return the bytes of an object that is not a tensor, as ``torch.save`` wrote it.
 
         Raises:
-            ConversionError: there is no object of that name, or its file is missing or too short.
+            ConversionError: the object does not exist, or its file is missing or too short.
         """
         place = self._object_places.get(key)
+        # The path comes from the index, which is untrusted.
         if place is None or unusable_names(self.directory, [str(place.relative_path)]):
             raise ConversionError(
                 f"{self.directory} has no object {key!r}", "check that the checkpoint is complete"
@@ -198,14 +203,15 @@ class TorchDistCheckpoint:
 
     def _locate(self, key: str, stored: _Stored, chunk: _Chunk, descriptor: int) -> RawTensor:
         place = (chunk.file, chunk.offset)
-        # Two threads may look up one tensor at once, which only costs a read. The lock protects the table.
+        # The lock protects the table. Two threads may look up the same tensor, which only costs a second
+        # read.
         with self._lock:
             raw = self._found.get(place)
         if raw is None:
             raw = find_tensor(
                 descriptor, chunk.offset, chunk.length, f"{key} in {self.directory / chunk.file}"
             )
-            # The index and the files may come from two saves into one directory.
+            # Two saves to one directory may have left an index and files that do not match.
             if raw.shape != shape_of(chunk.box) or raw.dtype != stored.dtype:
                 raise ConversionError(
                     f"{key}: the index says {stored.dtype} {list(shape_of(chunk.box))}, {chunk.file} has "
@@ -251,7 +257,7 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
         raise ValueError(f"{key!r} of shape {shape}")
     chunks = []
     for number, described in enumerate(entry.chunks):
-        # An index entry that also gives the number of the chunk is equal to one that does not.
+        # The index may also contain the number of the chunk, which changes the key.
         place = places.get(MetadataIndex(key, described.offsets)) or places.get(
             MetadataIndex(key, described.offsets, number)
         )
@@ -265,14 +271,16 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
                 f"{key} is stored with {place.transform_descriptors}",
                 "save the checkpoint without compression",
             )
+        # The index is an untrusted file: reject negative numbers and other types before they are used as
+        # offsets.
         if not _are_sizes((*described.offsets, *described.sizes, place.offset, place.length)):
             raise ValueError(f"a piece of {key!r} at {described.offsets}")
         box = tuple(
             (first, first + size) for first, size in zip(described.offsets, described.sizes, strict=True)
         )
         chunks.append(_Chunk(box, str(place.relative_path), place.offset, place.length))
-    # Count the leading axes along which every chunk has one index, such as stacked layers and experts: chunks
-    # are found by these indices.
+    # Count the leading dimensions in which every chunk has size 1, such as layers and experts; chunks are
+    # looked up by their index there.
     leading = 0
     while leading < len(shape) - 1 and all(
         chunk.box[leading][1] - chunk.box[leading][0] == 1 for chunk in chunks
@@ -281,6 +289,7 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
     by_place: defaultdict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
     for chunk in chunks:
         by_place[tuple(start for start, _ in chunk.box[:leading])].append(chunk)
+    # Chunks with different leading indices cannot overlap.
     for group in by_place.values():
         _check_apart(key, shape, [chunk.box for chunk in group])
     return _Stored(
@@ -293,8 +302,8 @@ def _are_sizes(values: tuple[Any, ...]) -> bool:
 
 
 def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Refuse chunks that overlap or exceed their tensor, so that counting elements tells whether a box is
-    complete."""
+    """Reject chunks that overlap or exceed their tensor, because completeness is checked by counting
+    elements."""
     outside = [box for box in boxes if intersection(box, whole(shape)) != box and 0 not in shape_of(box)]
     overlapping = next(_overlapping(boxes), None)
     if outside or overlapping:
@@ -306,11 +315,12 @@ def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Yield pairs of boxes that overlap. Boxes that begin after a box's end on the first axis are skipped,
-    since a tensor written by many ranks has many pieces."""
+    """Yield pairs of overlapping boxes. Boxes that begin after another's end in the first dimension are not
+    compared with it, because a tensor of many ranks has many chunks."""
     ordered = sorted(boxes)
     for number, one in enumerate(ordered):
         for other in itertools.islice(ordered, number + 1, None):
+            # Boxes are sorted by their first index, so no later box can overlap this one.
             if one and other[0][0] >= one[0][1]:
                 break
             if intersection(one, other) is not None:

@@ -1,5 +1,4 @@
-"""Writer of a ``torch_dist`` checkpoint, tensor by tensor, in the format of ``torch.distributed.checkpoint``
-and Megatron-Core, without process groups."""
+"""Write a ``torch_dist`` checkpoint tensor by tensor, without process groups."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from converters.torch_dist.location import INDEX_FILE
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 OBJECTS_FILE = "__objects.distcp"
-# Write the values of Megatron-Core, which chooses by them how to load a checkpoint.
+# Megatron-Core decides by these values how to load a checkpoint.
 _BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -39,7 +38,7 @@ _BACKEND = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor of the checkpoint: its key, full shape and dtype."""
+    """Key, full shape and dtype of a tensor in the checkpoint."""
 
     key: str
     shape: tuple[int, ...]
@@ -53,13 +52,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A written piece of a tensor.
+    """A written chunk of a tensor.
 
     Attributes:
         key: key of the tensor.
-        offsets, sizes: location of the piece in the tensor, one number for each dimension.
+        offsets, sizes: location in the tensor, per dimension.
         file: name of the file.
-        begin, length: location of the piece in the file, in bytes.
+        begin, length: byte range in the file.
     """
 
     key: str
@@ -74,7 +73,7 @@ class ItemFile:
     """A file of serialised tensors that is being written.
 
     Args:
-        path: path of the file; an existing file is replaced.
+        path: file to create or replace.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,8 +82,13 @@ class ItemFile:
         self.items: list[StoredItem] = []
 
     def add(self, key: str, offsets: tuple[int, ...], tensor: Tensor) -> None:
-        """Append a piece of the tensor ``key`` at ``offsets``; ``tensor`` has all dimensions of the stored
-        tensor."""
+        """Append a chunk of a tensor.
+
+        Args:
+            key: key of the tensor.
+            offsets: location of the chunk, per dimension.
+            tensor: the chunk, with all dimensions of the stored tensor.
+        """
         begin = self._file.tell()
         _save(tensor, self._file)
         self.items.append(
@@ -99,20 +103,20 @@ class ItemFile:
 def finish_checkpoint(
     directory: Path, tensors: Iterable[StoredTensor], items: Iterable[StoredItem], object_names: Iterable[str]
 ) -> None:
-    """Write the files that turn item files into a checkpoint: the index, the empty objects, ``metadata.json``
-    and ``common.pt``.
+    """Write the files that turn item files into a checkpoint: index, module states, ``metadata.json`` and
+    ``common.pt``.
 
     Args:
-        directory: directory with the item files.
+        directory: directory of the item files.
         tensors: all tensors, in the order of the index.
-        items: all pieces of all tensors.
-        object_names: names of the module states (``extra_state_keys``). All are equal and share the same
+        items: all chunks of these tensors.
+        object_names: names of the module states (``extra_state_keys``), which are all empty and share their
             bytes.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     places: dict[MetadataIndex, Any] = {}
     for item in items:
-        # Use one object for equal names: pickle writes a repeated object as a reference.
+        # pickle writes a repeated object as a reference, so use one object for equal names.
         key, file_name = sys.intern(item.key), sys.intern(item.file)
         chunks.setdefault(key, []).append(
             ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
@@ -127,6 +131,7 @@ def finish_checkpoint(
         for tensor in tensors
     }
     with (directory / OBJECTS_FILE).open("wb") as file:
+        # All module states are empty, so their names share one record.
         _save([None], file)
         length = file.tell()
     for name in object_names:
@@ -139,14 +144,13 @@ def finish_checkpoint(
 
 
 def write_common(directory: Path, state: Mapping[str, Any]) -> None:
-    """Write state other than tensors into ``common.pt``. Only plain values are allowed, so that it can be
-    read safely."""
+    """Write other state to ``common.pt``. It may contain only plain values, so that it can be read safely."""
     with (directory / COMMON_FILE).open("wb") as file:
         _save(dict(state), file)
 
 
 def _save(value: Any, file: IO[bytes]) -> None:
-    """Run ``torch.save``, and raise the OSError of the file system that torch hides behind a RuntimeError."""
+    """Run ``torch.save``, and re-raise a file system's OSError that torch hides behind a RuntimeError."""
     try:
         torch.save(value, file)
     except RuntimeError as error:

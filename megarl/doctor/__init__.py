@@ -1,2 +1,2 @@
-"""``megarl doctor``: what this machine has, which parts of it work, and how to install what is missing. There
-is one file per kind of check."""
+"""``megarl doctor``: report what this machine has, which parts of it work, and how to install what is
+missing. Each kind of check has a file."""

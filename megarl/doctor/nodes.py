@@ -1,8 +1,7 @@
-"""``megarl doctor --nodes``: checks of a Ray cluster before a run. They find out whether its nodes have the
-resources that the run needs, have the same software, and can compute together.
+"""Implementation of ``megarl doctor --nodes``: check that the nodes of a Ray cluster have the resources for a
+run, have the same software, and can compute together.
 
-The ranks are placed, started and connected as those of a run are, so a failure here is one that the run would
-have met some minutes later.
+Ranks are placed, started and connected as in a run, so a failure here would also stop the run.
 """
 
 from __future__ import annotations
@@ -27,19 +26,26 @@ if TYPE_CHECKING:
 
 ROOM = Room("cluster")
 START_S = 300.0
-"""Time until all processes have imported torch over a shared file system, in seconds."""
+"""Seconds until all processes must have imported torch, possibly from a shared file system."""
 ADDING_S = 120.0
-"""Time limit of the rendezvous and of each collective, in seconds."""
+"""Timeout in seconds of the rendezvous and of each collective."""
 MIB = 2**20
 NUMBERS = {"gloo": 1 << 20, "nccl": 1 << 26}
-"""Float32 numbers per sum: 4 MiB, and 256 MiB, which are enough to saturate the links between nodes."""
+"""Float32 numbers per all-reduce: 4 MiB for gloo, and 256 MiB for NCCL to saturate the links between
+nodes."""
 REPEATS = 5
 PACKAGES = ("torch", "megatron-core", "transformers", "ray", "vllm", "transformer-engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The ranks of a check: ``ranks`` on each of ``nodes`` nodes, each with its own GPU if ``gpus``."""
+    """The ranks of a check.
+
+    Attributes:
+        nodes: number of nodes.
+        ranks: number of ranks on each node.
+        gpus: each rank has a GPU.
+    """
 
     nodes: int
     ranks: int
@@ -51,11 +57,10 @@ class Shape:
 
 
 def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
-    """Check the cluster that ``RAY_ADDRESS`` names, or a local one.
+    """Check the Ray cluster at ``RAY_ADDRESS``, or a local one.
 
     Args:
-        config: checked configuration of a run, whose nodes and GPUs are required; None uses all that the
-            cluster has.
+        config: checked configuration whose nodes and GPUs are required; None uses the whole cluster.
     """
     from megarl.distributed.ray_nodes import alive_nodes
     from megarl.distributed.ray_runtime import init_ray
@@ -73,7 +78,7 @@ def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
 
 
 def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
-    """Check whether the cluster has the nodes that a run needs."""
+    """Check that the cluster has as many nodes as the run needs."""
     found = f"{len(nodes)} in Ray: {', '.join(node.name for node in nodes)}"
     wanted = int(config["cluster"]["num_nodes"]) if config is not None else 1
     if len(nodes) >= wanted:
@@ -83,8 +88,8 @@ def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 
 
 def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
-    """Check whether Ray has a run's GPUs on enough nodes. If Slurm gave a job no GPUs, Ray sees none,
-    whatever the nodes have."""
+    """Check that enough nodes have the GPUs that the run needs. Ray sees only the GPUs that Slurm has given
+    to the job."""
     have = {node.name: int(node.total.get("GPU", 0)) for node in nodes}
     described = ", ".join(f"{name}: {count}" for name, count in have.items())
     if config is None:
@@ -106,9 +111,9 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 
 
 def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
-    """Return the ranks that compute together: those of the run, or one per GPU. Without GPUs there is one
-    rank per node, and at least two ranks."""
-    # Take the node with the fewest GPUs, because every node gets the same number of ranks.
+    """Return the ranks to test: those of the run, or one per GPU. Without GPUs use one rank per node, and at
+    least two ranks."""
+    # Every node gets the same number of ranks, so the node with the fewest GPUs decides.
     gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
     if config is not None:
         section = config["cluster"]
@@ -118,7 +123,7 @@ def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
 
 
 def check_ranks(shape: Shape) -> Iterator[Check]:
-    """Start the ranks, compare their software, and let them sum numbers."""
+    """Start the ranks, compare their software versions, and measure an all-reduce."""
     from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
@@ -129,8 +134,7 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
     try:
         builder = RayWorkerBuilder(f"{__name__}.Adder")
         device = {"MEGARL_DEVICE": "cuda" if shape.gpus else "cpu"}
-        # Allow twice the time limit of the ranks' own collectives, so that their more specific errors come
-        # first.
+        # The ranks' own timeouts give better error messages, so let them expire first.
         group = RayWorkerGroup(
             cluster,
             builder,
@@ -152,8 +156,13 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
 
 
 def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> Check:
-    """Check whether the ranks of a worker group sum numbers correctly, and how fast they are; ``facts`` are
-    those of each rank."""
+    """Check the result of an all-reduce over the ranks, and report its bandwidth.
+
+    Args:
+        group: worker group of ``Adder``.
+        shape: its ranks.
+        facts: result of ``Adder.facts`` for each rank.
+    """
     backend, world = ("nccl" if shape.gpus else "gloo"), len(facts)
     name, numbers = f"{backend} all-reduce", NUMBERS[backend]
     interfaces = sorted({fact["interface"] for fact in facts})
@@ -166,16 +175,17 @@ def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> 
         return ROOM.failed(
             name, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts)
         )
+    # An all-reduce takes as long as its slowest rank.
     seconds = max(seconds for seconds, _ in answers)
-    # In a ring each byte crosses a link 2 (n - 1) / n times.
+    # A ring all-reduce sends each byte 2 (n - 1) / n times.
     rate = 4 * numbers * 2 * (world - 1) / world / seconds / 1e9
     found = f"{shape} added {4 * numbers / MIB:.0f} MiB in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s a rank"
     return ROOM.ok(name, f"{found}; addresses on {', '.join(interfaces)}")
 
 
 def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
-    """Return what to set if ranks do not reach one another, because hosts with several networks may choose
-    different ones."""
+    """Return the network settings to try if ranks cannot connect. A host with several networks may choose an
+    interface that the other hosts cannot reach."""
     by_name: dict[str, list[str]] = {}
     for fact in facts:
         by_name.setdefault(fact["interface"], []).append(fact["host"])
@@ -193,8 +203,7 @@ def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Check whether all ranks have the same versions, which may differ if environments are on local disks of
-    the nodes."""
+    """Check that all ranks have the same software versions. Environments on local disks may differ."""
     alike = True
     for name in facts[0]["versions"]:
         hosts: dict[str, list[str]] = {}
@@ -215,11 +224,11 @@ def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def interface_towards(address: str) -> str:
-    """Return the name of the network interface through which this host reaches an address, for example
-    ``eth0``; this host's own address if the interface has no name."""
+    """Return the network interface through which this host reaches an address, such as ``eth0``; the host's
+    own address if no interface is found."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # This sends nothing: the kernel only chooses the route.
+        probe.connect((address, 9))  # Connecting a datagram socket sends nothing; it only selects the route.
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == own for one in addresses):
@@ -228,11 +237,11 @@ def interface_towards(address: str) -> str:
 
 
 class Adder:
-    """A worker that reports its facts, and sums numbers with the others."""
+    """Worker that reports its environment and takes part in an all-reduce."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the host, the interface towards the first rank, and versions by package; an absent package
-        has ``absent``."""
+        """Return the host name, the interface towards rank 0, and package -> version (``absent`` if not
+        installed)."""
         versions = {name: env.installed_version(name) or "absent" for name in PACKAGES}
         return {
             "host": env.text("SLURMD_NODENAME") or socket.gethostname(),
@@ -241,8 +250,8 @@ class Adder:
         }
 
     def add(self, numbers: int) -> tuple[float, bool]:
-        """Join the other ranks and sum float32 [numbers] over all of them. Return the seconds of one sum, and
-        whether each element is right."""
+        """Join the process group and all-reduce a float32 tensor of shape [numbers]. Return the median
+        seconds, and whether the result is correct."""
         import torch
         import torch.distributed as dist
 
@@ -255,21 +264,20 @@ class Adder:
         world = dist.get_world_size()
         summed = torch.full((numbers,), float(dist.get_rank() + 1), device=here.device)
         dist.all_reduce(summed)
-        # Check only the first sum, because each later one adds up sums.
+        # Later all-reduces add up sums, so check only the first.
         right = bool((summed == world * (world + 1) / 2).all())
         seconds = []
         for _ in range(REPEATS):
-            # Let all ranks begin each sum together: the time would otherwise include waiting for the last
-            # rank.
+            # Without the barrier, the time would include waiting for the slowest rank.
             dist.barrier()
             here.synchronize()
             start = time.perf_counter()
             dist.all_reduce(summed)
-            # Wait for the device: NCCL only queues the sum, and the clock would stop before it is done.
+            # NCCL is asynchronous, so wait for the device before stopping the clock.
             here.synchronize()
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group()
-        # Return the median, which a single slow sum does not change.
+        # The median ignores a single slow all-reduce.
         return sorted(seconds)[REPEATS // 2], right
 
 

@@ -1,5 +1,4 @@
-"""Checks of a run's directory: writes that other processes read completely, a shared file system, locks, and
-free space."""
+"""Check the storage of a run directory: durable writes, whether hosts share it, file locks, free space."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ROOM = Room("storage")
 GIB = 2**30
 LEAST_FREE = 5 * GIB
 CHECKPOINT_BYTES = 14
-"""Bytes per parameter in a checkpoint: bfloat16 weights, float32 copies, and Adam's two moments."""
+"""Bytes per parameter in a checkpoint: bfloat16 weights, float32 master weights, and two Adam moments."""
 NETWORKED = (
     "nfs",
     "lustre",
@@ -42,18 +41,19 @@ NETWORKED = (
     "virtiofs",
 )
 _SIZE = 1 << 20
-# This is run with -I, so that no module of the working directory shadows a standard module.
+# Run with -I, so that no file in the working directory shadows a standard module.
 _READER = "import hashlib, sys; sys.stdout.write(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())"
 
 
 def check_storage(run_dir: Path) -> Iterator[Check]:
-    """Check ``run_dir``, or the directory that it would be created in; all files of the check are removed."""
+    """Check ``run_dir``, or the existing directory in which it would be created. Temporary files are
+    removed."""
     place = run_dir
     try:
         place = nearest_directory(_without_links(run_dir))
         yield check_file_system(place)
         yield judge_space(shutil.disk_usage(place).free)
-        # Use a separate directory, because a run may be using this one.
+        # A run may be using ``run_dir``, so write to a new directory.
         trial = place / f".megarl-doctor-{secrets.token_hex(6)}"
         try:
             trial.mkdir()
@@ -67,8 +67,11 @@ def check_storage(run_dir: Path) -> Iterator[Check]:
 
 
 def _without_links(path: Path) -> Path:
-    """Return the path with links resolved. Raise OSError for a loop of links, and for ``~`` without a home
-    directory."""
+    """Return a path with symlinks and ``~`` resolved.
+
+    Raises:
+        OSError: symlinks form a loop, or there is no home directory.
+    """
     try:
         return path.expanduser().resolve()
     except RuntimeError as error:
@@ -76,13 +79,15 @@ def _without_links(path: Path) -> Path:
 
 
 def check_durable_write(directory: Path) -> Check:
-    """Check a durable write as in every checkpoint: write, sync, rename, and read by another process."""
+    """Check the write that every checkpoint uses: write, fsync, rename, and read by another process."""
     content = secrets.token_bytes(_SIZE)
     start = time.perf_counter()
     write_bytes_durably(directory / "unfinished", content)
     os.replace(directory / "unfinished", directory / "whole")
+    # Without this, a crash may undo the rename.
     fsync_directory(directory)
     seconds = time.perf_counter() - start
+    # -I ignores PYTHON variables and the current directory, where a file could shadow a module of Python.
     command = [sys.executable, "-I", "-c", _READER, str(directory / "whole")]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if answer.stdout != hashlib.sha256(content).hexdigest():
@@ -96,9 +101,9 @@ def check_durable_write(directory: Path) -> Check:
 
 
 def check_lock(directory: Path) -> Check:
-    """Check whether a lock keeps a second run out of the directory of a first one."""
+    """Check that a file lock keeps a second run out of a run directory."""
     with (directory / "lock").open("wb") as first, (directory / "lock").open("rb+") as second:
-        # Use flock, as a run does: locks of lockf belong to the process, so that the second one would
+        # Use flock, as runs do. A lockf lock belongs to the process, so a second one in this process would
         # succeed.
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,7 +122,11 @@ def check_lock(directory: Path) -> Check:
 
 
 def judge_space(free: int) -> Check:
-    """Check whether the free bytes are enough for checkpoints."""
+    """Check that the free space suffices for checkpoints.
+
+    Args:
+        free: free bytes.
+    """
     found = (
         f"{free / GIB:.1f} GiB free: one checkpoint of {free / CHECKPOINT_BYTES / 1e9:.1f} billion parameters"
     )
@@ -131,11 +140,15 @@ def judge_space(free: int) -> Check:
 
 
 def check_file_system(place: Path) -> Check:
-    """Report the file system of ``place``, a path without links, and whether hosts share it. Whether other
-    nodes see it can only be checked there."""
+    """Report the type of a file system, and whether it is one that hosts can share. Whether other nodes have
+    mounted it can only be checked there.
+
+    Args:
+        place: path without symlinks.
+    """
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
-    # If several mounts share a directory the last one counts: an automounter's own mount comes before the
-    # file system that it mounted there.
+    # If two mounts have the same mount point, the later one counts: an automounter's own mount comes before
+    # the file system that it mounts.
     mount = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)
     kind = mount.fstype if mount is not None else "unknown"
     where = f"{place} on {kind}"

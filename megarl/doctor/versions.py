@@ -1,5 +1,5 @@
-"""The doctor's checks of installed versions, against the bounds in megarl's package metadata, and of
-processors, memory and open files."""
+"""Check installed versions against megarl's package metadata, and the machine's processors, memory and
+limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.env import DISTRIBUTION, installed_version
 
 ROOM = Room("versions")
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
-"""Packages that are always shown; others are shown only if they are insufficient."""
+"""Packages that are always reported; others only if they are missing or too old."""
 DEPRECATES_GPT_MODEL = Version("0.19")
 GPT_MODEL = (
     " (deprecates its GPTModel, which works; policy.megatron_cfg.model_class: hybrid trains the "
@@ -35,7 +35,7 @@ _SLURM_S = 20.0
 
 
 def check_versions() -> Iterator[Check]:
-    """Yield the checks of Python, megarl, required packages, and optional ones."""
+    """Yield the checks of Python, megarl, required packages, optional packages and Slurm."""
     yield ROOM.ok("python", platform.python_version())
     yield ROOM.ok("megarl", __version__)
     required = [requirement for requirement in requirements_of(DISTRIBUTION) if applies(requirement)]
@@ -47,8 +47,8 @@ def check_versions() -> Iterator[Check]:
         if requirement.name in SHOWN or check.verdict is not Verdict.OK:
             yield check
     what_for = "GPU kernels; without it Megatron runs on the portable layers"
-    # Its part for torch is compiled during the installation. An isolated build would compile it against the
-    # newest torch instead of the installed one.
+    # Its torch extension is compiled at installation. With build isolation, pip would compile it against the
+    # newest torch, not the installed one.
     yield _optional("Transformer Engine", ("transformer-engine",), "te", what_for, "--no-build-isolation ")
     for kind in map(engine_kind, ENGINES):
         what_for = "a faster engine for generation; without it the policy generates itself"
@@ -57,18 +57,17 @@ def check_versions() -> Iterator[Check]:
 
 
 def constraints_file() -> str:
-    """Return the repository's constraints file with the versions that are tested for machines like
-    this one."""
+    """Return the repository's file with tested versions for machines like this one (GPU or CPU)."""
     return "constraints-gpu.txt" if nvml.count_devices() else "constraints-cpu.txt"
 
 
 def check_package(requirement: Requirement) -> Check:
-    """Check whether a package is installed in a required version."""
+    """Check that a package is installed in a required version."""
     version = installed_version(requirement.name)
     fix = f"pip install -c {constraints_file()} '{requirement.name}{requirement.specifier}'"
     if version is None:
         return ROOM.failed(requirement.name, "not installed", fix)
-    # By default a specifier excludes pre-releases, but the installed version may be one.
+    # A specifier excludes pre-releases by default, but the installed version may be one.
     if not requirement.specifier.contains(version, prereleases=True):
         return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is required", fix)
     note = (
@@ -78,8 +77,11 @@ def check_package(requirement: Requirement) -> Check:
 
 
 def check_slurm(timeout_s: float = _SLURM_S) -> Check:
-    """Check whether Slurm jobs can be submitted from this machine; ``sbatch`` has to reply within
-    ``timeout_s``."""
+    """Check that ``sbatch`` runs on this machine.
+
+    Args:
+        timeout_s: seconds until it must have replied.
+    """
     program = shutil.which("sbatch")
     if program is None:
         fix = "run this on a login node of the cluster; to try it on one machine: apt-get install slurm-wlm"
@@ -98,8 +100,8 @@ def check_slurm(timeout_s: float = _SLURM_S) -> Check:
 
 
 def requirements_of(name: str) -> list[Requirement]:
-    """Return the requirements of an installed package, including those of its extras; empty if it is absent.
-    Unreadable requirements are skipped."""
+    """Return the requirements of an installed package, with those of its extras; empty if it is not
+    installed. Requirements that cannot be parsed are skipped."""
     found = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for text in importlib.metadata.requires(name) or ():
@@ -109,7 +111,8 @@ def requirements_of(name: str) -> list[Requirement]:
 
 
 def applies(requirement: Requirement, extra: str = "") -> bool:
-    """Return whether a requirement applies on this machine, for an extra or without any."""
+    """Return whether a requirement applies on this machine. An ``extra`` also selects the requirements of
+    that extra."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -118,7 +121,7 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
         version = installed_version(name)
         if version is not None:
             return ROOM.ok(title, f"{version} ({name})")
-    # List only requirements of the extra: those that apply without it are required anyway.
+    # Requirements that apply without the extra are installed anyway.
     wanted = " ".join(
         f"'{one.name}{_extras_of(one)}{one.specifier}'"
         for one in requirements_of(DISTRIBUTION)
@@ -139,13 +142,13 @@ SYSTEM = Room("system")
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = 2 * GIB
-"""Bytes for one refit buffer and some of Ray's objects."""
+"""Bytes for a refit buffer and some Ray objects."""
 LEAST_OPEN_FILES = 4096
-"""Open files that a driver needs. Ray holds several sockets per worker, and each data loader and checkpoint
-shard needs more files."""
+"""Open files that a driver needs: Ray has several sockets per worker; data loaders and checkpoint shards need
+files."""
 LEAST_LOCKED_MEMORY = 64 * GIB
-"""Bytes of lockable memory. NCCL registers its buffers, and GPUDirect those of torch, with an InfiniBand
-device, and registered memory counts as locked."""
+"""Bytes of lockable memory that NCCL needs with InfiniBand. It registers its buffers, and GPUDirect those of
+torch, and registered memory counts as locked."""
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -161,8 +164,12 @@ def check_system() -> Iterator[Check]:
 
 
 def judge_shared_memory(size: int, free: int) -> Check:
-    """Check whether ``/dev/shm`` is large enough for what workers on one host share; both numbers are
-    bytes."""
+    """Check that ``/dev/shm`` is large enough for refits and Ray.
+
+    Args:
+        size: total bytes.
+        free: free bytes.
+    """
     found = f"{size / GIB:.2f} GiB"
     if free >= LEAST_SHARED_MEMORY:
         return SYSTEM.ok(str(SHARED_MEMORY), found)
@@ -185,10 +192,16 @@ def judge_shared_memory(size: int, free: int) -> Check:
 
 
 def judge_open_files(soft: int, hard: int) -> Check:
-    """Check whether the limit on open files is enough for a driver of many workers."""
+    """Check that the limit on open files suffices for the driver of many workers.
+
+    Args:
+        soft: current limit.
+        hard: highest value to which the user may raise it.
+    """
     infinite = resource.RLIM_INFINITY
     if soft == infinite or soft >= LEAST_OPEN_FILES:
         return SYSTEM.ok("open files", "no limit" if soft == infinite else f"{soft:,}")
+    # Without root, a process may raise its soft limit only up to the hard limit.
     reachable = 65536 if hard == infinite else min(hard, 65536)
     fix = (
         f"ulimit -n {reachable}"
@@ -199,15 +212,20 @@ def judge_open_files(soft: int, hard: int) -> Check:
 
 
 def infiniband_devices() -> list[str]:
-    """Return the names of this host's InfiniBand and RoCE devices."""
+    """Return the InfiniBand and RoCE devices of this host."""
     return sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
 
 
 def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
-    """Check whether NCCL may register memory with these InfiniBand devices; without a device, any limit
-    passes. ``soft`` is in bytes."""
+    """Check that NCCL may register memory with InfiniBand devices.
+
+    Args:
+        soft: limit on locked memory in bytes.
+        infiniband: devices; without any, every limit passes.
+    """
     name, infinite = "locked memory", resource.RLIM_INFINITY
     found = "no limit" if soft == infinite else f"{soft / 2**20:,.0f} MiB"
+    # Only RDMA registers memory, which locks it.
     if not infiniband:
         return SYSTEM.ok(name, f"{found}; no InfiniBand here")
     if soft == infinite or soft >= LEAST_LOCKED_MEMORY:

@@ -1,5 +1,5 @@
-"""The process of a call: it reads its command from standard input, and stops cleanly when the caller
-is gone."""
+"""The child process of a library call. It reads its command from standard input, and stops the command
+cleanly when the calling process ends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from megarl.import_path import unpickle_object
 
 def main() -> int:
     """Run the command and return its exit code."""
-    # The end of this pipe shows that the caller is gone. The command itself gets an empty standard input.
+    # End-of-file on this pipe means that the calling process has ended. Keep the pipe under another
+    # descriptor and give the command an empty standard input, so that the command cannot consume it.
     told = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     call = json.loads(told.readline())
-    # Watch for the end of the caller's process, however it ends: even after a killed notebook the run then
-    # saves a checkpoint and stops.
+    # End-of-file arrives however the caller ends, even if a notebook kernel is killed. The command then gets
+    # SIGTERM, on which a run saves a checkpoint and stops.
     threading.Thread(target=_stop_at_end, args=(told,), name="life of the caller", daemon=True).start()
     try:
         for path, pickled in call["given"].items():

@@ -1,5 +1,5 @@
-"""Conversion of the arguments of ``megarl.train`` to a configuration, and of the configuration's faults back
-to these arguments."""
+"""Convert the arguments of ``megarl.train`` to a configuration, and name these arguments in the
+configuration's error messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megarl.library.rows import (
 Backend = Literal["megatron", "dtensor", "fsdp1"]
 
 OVER_GRPO = ("cispo", "dapo", "dr-grpo", "gdpo", "gspo", "gspo-token", "reinforce-plus-plus", "rloo")
-"""Algorithms that are defined by a file of ``configs/base`` over GRPO."""
+"""Algorithms that a file in ``configs/base`` defines as changes to the GRPO configuration."""
 
 _ALONE = ("grpo", "sft", "dpo", "rm")
 _SOURCE_KEYS = (*FIELD_KEYS, *PAIR_KEYS, "extra_keys")
@@ -45,22 +45,23 @@ _MEGATRON_LR, _TORCH_LR, _SHARED_LR = (
 )
 _STEPS, _PROMPTS, _RESPONSES = 100, 8, 8
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 512, 256
-# These learning rates must not be above the requested one.
+# Learning rates at the start of warm-up and the end of decay. Both must not exceed the requested learning
+# rate, so ``add_sizes`` sets them to a tenth of it.
 _SLOWEST_START = ("policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.scheduler.lr_warmup_init")
 
 
 @dataclass
 class Call:
-    """A call of the library, converted to a configuration file.
+    """A library call, converted to a configuration file.
 
     Attributes:
-        written: contents of that file.
-        arguments: the argument that set each dotted key; the longest matching prefix decides.
-        given: pickles of reward functions, by their names in the configuration.
-        functions: the caller's names of these functions, by the same names.
-        sources: source code of the functions, for people to read.
-        faults: all faults found so far.
-        made: files of data that the call has created.
+        written: contents of the configuration file.
+        arguments: dotted key -> name of the argument that set it; a key also covers the keys below it.
+        given: name in the configuration (``given:NAME``) -> pickled reward function.
+        functions: name in the configuration -> the function's own name, for messages.
+        sources: name in the configuration -> the function's source code, saved for the user to read.
+        faults: configuration errors found so far.
+        made: data files that this call has created.
     """
 
     written: dict[str, Any]
@@ -72,8 +73,8 @@ class Call:
     made: list[Path] = field(default_factory=list)
 
     def put(self, key: str, value: Any, argument: str) -> None:
-        """Write an argument's value into the configuration. A value that YAML cannot represent is recorded as
-        a fault."""
+        """Set a key to an argument's value; a mapping is merged into an existing section. Records a fault
+        instead if YAML cannot represent the value."""
         value = _plain(value)
         odd = _of_no_yaml(value)
         if odd is not None:
@@ -89,20 +90,21 @@ class Call:
         self.arguments[key] = argument
 
     def default(self, key: str, value: Any) -> None:
-        """Write a value for a key that no argument has set."""
+        """Set a key that no argument has set."""
         if not has(self.written, key):
             self.written = put(self.written, key, value)
 
     def named(self, violation: Violation) -> Violation:
-        """Return the violation with the argument's name, followed by the key."""
+        """Return a copy of a violation whose key is written ``ARGUMENT (KEY)``, and whose value names a
+        reward function by its own name."""
         argument = self.argument_of(violation.key)
         key = f"{argument} ({violation.key})" if argument and argument != violation.key else violation.key
         value = self.functions.get(str(violation.value), violation.value)
         return Violation(key, value, violation.bound, violation.fix)
 
     def argument_of(self, key: str) -> str | None:
-        """Return the argument that set a key or a section above it, or else the arguments that set keys of
-        this section; None if there are none."""
+        """Return the argument that set a key or the closest section above it. If there is none, return all
+        arguments that set keys below it, separated by commas, or None."""
         above = [each for each in self.arguments if key == each or key.startswith(f"{each}.")]
         if above:
             return self.arguments[max(above, key=len)]
@@ -112,8 +114,8 @@ class Call:
         )
 
     def in_arguments(self, text: str) -> str:
-        """Return the message of a command with keys at the beginning of its lines replaced by arguments and
-        keys."""
+        """Return a command's error message, with the argument added to each key that begins a numbered
+        line."""
 
         def with_argument(match: re.Match[str]) -> str:
             argument = self.argument_of(match[2])
@@ -124,17 +126,16 @@ class Call:
         return re.sub(r"(?m)^( +\d+\. )([\w.]+) =", with_argument, text)
 
     def require(self) -> None:
-        """Raise ConfigError with all faults, if there are any."""
+        """Raise ConfigError with all recorded faults, if there are any."""
         if self.faults:
             raise ConfigError(list(map(self.named, self.faults)))
 
 
 def begin(algorithm: str, backend: Backend) -> Call:
-    """Return a call with the configuration that it inherits: the files of an algorithm and a backend, or a
-    recipe.
+    """Create a call that inherits the base files of an algorithm and a backend, or a recipe.
 
     Raises:
-        ConfigError: there is no such algorithm, recipe or backend, or the algorithm needs a second model.
+        ConfigError: the algorithm, recipe or backend does not exist, or the algorithm trains a second model.
     """
     if backend not in get_args(Backend):
         fix = f"give {', '.join(get_args(Backend))}"
@@ -172,7 +173,7 @@ def begin(algorithm: str, backend: Backend) -> Call:
 
 
 def is_of_base(call: Call) -> bool:
-    """Return whether a call inherits the files of an algorithm, which leave sizes open, rather than a
+    """Return whether a call inherits an algorithm's base files, which leave the sizes open, instead of a
     recipe."""
     return isinstance(call.written["defaults"], list)
 
@@ -180,15 +181,15 @@ def is_of_base(call: Call) -> bool:
 def add_overrides(
     call: Call, algorithm: str, inherited: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> None:
-    """Write overrides into a call: a section as a dictionary, a whole dotted key, or the last part of a key
-    if it is unique.
+    """Add the overrides of a call: a dictionary replaces keys of a section, other values set a dotted key or
+    the last part of a key. Unknown and ambiguous names are recorded as faults.
 
     Args:
-        call: the call.
-        algorithm: name of the algorithm.
-        inherited: the configuration that the call inherits, whose backend decides which key is the learning
-            rate.
-        overrides: the overrides.
+        call: gets the values.
+        algorithm: algorithm of the inherited configuration; it decides which keys exist and are preferred.
+        inherited: the configuration that the call inherits. Its backend decides which key ``learning_rate``
+            sets.
+        overrides: name -> value.
     """
     known = known_paths(run_type(algorithm))
     for name, value in overrides.items():
@@ -220,7 +221,8 @@ def add_overrides(
 
 def _keys_of(name: str, algorithm: str, inherited: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     if name == "learning_rate":
-        # A recipe whose optimizers refer to the shared key would ignore that of one optimizer, or refuse it.
+        # If a recipe's optimizers refer to the shared key, a value set for one optimizer would be ignored or
+        # rejected.
         if at(inherited, _SHARED_LR) is not None:
             return [_SHARED_LR]
         return [_MEGATRON_LR if at(inherited, "policy.megatron_cfg.enabled") else _TORCH_LR]
@@ -229,18 +231,18 @@ def _keys_of(name: str, algorithm: str, inherited: Mapping[str, Any], known: Seq
     if f"data.{name}" in known:
         return [f"data.{name}"]
     own = algorithm_class(algorithm).section()
-    # Prefer the algorithm's own keys, then those of the policy and of the cluster: a person who gives no
-    # section means these.
+    # A user who names no section means the algorithm's own key, or else one of the policy or the cluster.
     for section in (f"{own}.", "policy.", "cluster."):
         if f"{section}{name}" in known:
             return [f"{section}{name}"]
-    # Exclude keys of data sources, which are given with the data.
+    # Keys of data sources are set by ``add_data``, and keys of other algorithms have no effect.
     others = (*ALGORITHMS, "data")
     return [path for path in known if path.endswith(f".{name}") and path.partition(".")[0] not in others]
 
 
 def add_model(call: Call, model: Any) -> None:
-    """Write the model into a call: a directory, a hub id, or the model that a run has exported."""
+    """Set the policy's model: a directory, a hub id, or a run whose exported model is used. Records a fault
+    if a local directory does not exist or has no ``config.json``."""
     model = getattr(model, "model_dir", model)
     if not isinstance(model, str | os.PathLike):
         fix = "save it: model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR), and give DIR"
@@ -251,6 +253,7 @@ def add_model(call: Call, model: Any) -> None:
     text = os.fspath(model)
     call.put("policy.model_name", text, "model")
     path = Path(text).expanduser()
+    # A hub id is NAME or OWNER/NAME.
     looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
     if path.is_dir() and not (path / "config.json").is_file():
         found = f"{path.absolute()} has no config.json"
@@ -271,14 +274,14 @@ def add_model(call: Call, model: Any) -> None:
 def add_data(
     call: Call, arguments: Mapping[str, Any], directory: Path, kind: Any, overrides: Mapping[str, Any]
 ) -> None:
-    """Write the data of ``data`` and ``validation`` into a call.
+    """Set the training and validation data sources; rows held in memory are written to a file first.
 
     Args:
-        call: the call.
-        arguments: both arguments; None if not given.
-        directory: directory that rows are written into.
-        kind: ``megarl.data.columns.Kind``.
-        overrides: overrides of the call, of which the field keys of data sources are used.
+        call: gets the sources.
+        arguments: the arguments ``data`` and ``validation``; None if not given.
+        directory: directory for files of rows.
+        kind: ``megarl.data.columns.Kind``, which decides the columns that a row needs.
+        overrides: overrides of the call; field keys of data sources (such as ``prompt_key``) are applied.
     """
     keys = {name: overrides[name] for name in _SOURCE_KEYS if name in overrides}
     for argument, key in (("data", "data.train"), ("validation", "data.validation")):
@@ -287,7 +290,8 @@ def add_data(
             continue
         try:
             source = source_of(argument, data, directory, call.made)
-            # A named set has its own fields, and a source as in a configuration may.
+            # Field keys do not apply to a named validation set, which defines its own. A source that is given
+            # as a mapping overrides them.
             if argument == "data" or source.get("name") not in NAMED_SETS:
                 source = {**keys, **source}
             if "path" in source:
@@ -303,14 +307,14 @@ def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, 
     try:
         require_columns(argument, source, kind)
     except ConfigError as error:
-        # If the reward function uses only the response, the rows need no reference answers.
+        # A reward function that reads only the response works without reference answers, so store empty ones.
         if not is_written or not call.given or any(map(_takes_answer, call.given)):
             raise
         write_empty_answers(source, call.made)
         try:
             require_columns(argument, source, kind)
         except ConfigError:
-            # The rows lacked something else than answers: raise the first error.
+            # The rows still lack a column, so the answers were not the cause: report the first error.
             raise error from None
 
 
@@ -324,8 +328,7 @@ def _takes_answer(path: str) -> bool:
 
 
 def add_rewards(call: Call, reward: Any) -> None:
-    """Write rewards into a call: a name, a function, a list of these, or a dictionary of sections of
-    ``env.rewards``."""
+    """Set the reward: a name, a function, a list of these, or a dictionary of ``env.rewards`` sections."""
     if isinstance(reward, str):
         call.put("env.reward", reward, "reward")
     elif callable(reward):
@@ -385,7 +388,7 @@ def _given(call: Call, function: Callable[..., Any], taken: set[str]) -> str:
     call.functions[path] = getattr(function, "__name__", type(function).__name__)
     try:
         pickled = cloudpickle.dumps(function)
-    # An object in a closure may refuse to be pickled with an error of any class.
+    # An object in a closure may raise any exception when it is pickled.
     except Exception as error:
         fix = (
             "let the function make what it needs (a lock, a client, a model) when it is called, or write "
@@ -398,14 +401,15 @@ def _given(call: Call, function: Callable[..., Any], taken: set[str]) -> str:
     call.given[path] = pickled
     try:
         call.sources[path] = textwrap.dedent(inspect.getsource(function))
-    # Callable objects, and functions of python -c, have no source.
+    # Callable objects, and functions defined in ``python -c``, have no source file.
     except (OSError, TypeError):
         call.sources[path] = f"# {function!r}: Python does not know its source\n"
     return path
 
 
 def require_parameters_in_data(call: Call) -> None:
-    """Keep the data columns that reward functions have parameters for, so that the functions receive them."""
+    """Pass the data columns to the reward functions that have parameters of these names, through
+    ``extra_keys``. Does nothing if the call sets ``extra_keys`` itself."""
     source = at(call.written, "data.train")
     functions = [load_object(path, "env.reward") for path in call.given]
     if not functions or not isinstance(source, Mapping) or "path" not in source or "extra_keys" in source:
@@ -424,19 +428,21 @@ def require_parameters_in_data(call: Call) -> None:
         source = at(call.written, key)
         if not isinstance(source, Mapping) or "path" not in source:
             continue
-        # A function that reads the record gets what there is; a parameter needs its column.
+        # A function that takes the whole record gets every column that can be passed. Otherwise pass only the
+        # columns that a parameter names.
         wanted = named & set(columns_of(source)) | (passable_columns(source) - used if reads_all else set())
         if wanted:
             call.default(f"{key}.extra_keys", sorted(wanted))
 
 
 def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
-    """Write sizes for a first try into a call, unless the arguments set them.
+    """Choose batch sizes, number of steps, lengths and precision for a first try; values set by arguments are
+    kept.
 
     Args:
-        call: a call that inherits an algorithm's files.
-        algorithm: its name.
-        num_rows: rows of the training data; None if unknown.
+        call: a call that inherits an algorithm's base files.
+        algorithm: its algorithm.
+        num_rows: number of training rows, which bounds the batch size; None if unknown.
     """
     kind = algorithm_class(algorithm)
     own = kind.section()
@@ -453,7 +459,7 @@ def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
         call.default("policy.train_global_batch_size", max(1, min(_PROMPTS, num_rows or _PROMPTS)))
     batch = at(call.written, "policy.train_global_batch_size")
     if isinstance(batch, int) and batch > 0:
-        # Use the largest micro-batch up to 4 that divides the batch.
+        # A micro-batch must divide the batch; 4 samples of these lengths need little memory.
         call.default(
             "policy.train_micro_batch_size", next(size for size in (4, 3, 2, 1) if batch % size == 0)
         )
@@ -501,21 +507,22 @@ def _add_precision(call: Call) -> None:
         and "chat_template" not in _json(model / "tokenizer_config.json")
     )
     if is_base:
-        # A base model gets prompts as they are.
+        # A model directory without a chat template is a base model, whose prompts are passed unchanged.
         call.default("policy.tokenizer.chat_template", None)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    # The code that loads the model will report what is wrong with the file.
+    # Ignore the error here: loading the model will report it.
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a form that YAML can represent."""
+    """Convert mappings, sequences, paths, enums, and NumPy or torch values to types that YAML can
+    represent."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -524,13 +531,13 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Enum):
         return _plain(value.value)
-    # Convert arrays and numbers of numpy and torch.
+    # NumPy arrays, NumPy scalars and torch tensors have ``tolist``.
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def _of_no_yaml(value: Any) -> Any:
-    """Return the first part of a value that YAML cannot represent; None if there is none."""
-    # Compare types exactly, because YAML does not support subclasses.
+    """Return the first value inside ``value`` that YAML cannot represent, or None."""
+    # The safe YAML dumper rejects subclasses such as ``numpy.float64``, so compare types exactly.
     if type(value) in (str, int, float, bool, type(None)):
         return None
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None

@@ -1,4 +1,4 @@
-"""The functions ``megarl.train``, ``megarl.eval`` and ``megarl.convert``."""
+"""Implementation of ``megarl.train``, ``megarl.eval`` and ``megarl.convert``."""
 
 from __future__ import annotations
 
@@ -48,31 +48,33 @@ def train(
     progress: bool = True,
     **overrides: Any,
 ) -> Run:
-    """Train a model, as ``megarl train`` does, and return its run.
+    """Train a model as ``megarl train`` does, wait for the end, and return the run.
 
     Args:
-        algorithm: ``grpo``, a variant of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or ``rm``;
-            or a recipe, or the path of a configuration, whose values the other arguments replace.
-        model: directory or hub id of a Hugging Face model, or a run, whose exported model is used.
-        data: rows (dictionaries with prompt and answer), a ``datasets.Dataset``, a table of pandas or polars,
-            the path of a file, the name of a set, or a data source as in a configuration. Rows are written
-            into the run's directory.
-        reward: a function of a response, whose parameter names select its inputs (README, "A custom reward");
-            the name of a built-in reward; a list of these; or a dictionary of sections of ``env.rewards``,
-            with weights. Functions run in other processes, so changes that they make outside of themselves
-            are not visible here.
-        validation: data like ``data``, to evaluate on during training.
-        run_dir: directory of a run to start or to resume; None creates ``runs/ALGORITHM-MODEL-N``.
-        backend: ``megatron``, ``dtensor`` or ``fsdp1``; a recipe has its own.
-        progress: show what the command prints.
-        overrides: any key of a configuration by its last part (``max_num_steps=20``, ``learning_rate=1e-5``),
-            a section by a dictionary (``policy={"precision": "bfloat16"}``), or a whole key
+        algorithm: ``grpo``, a variant of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or ``rm``.
+            A recipe or the path of a configuration file is accepted too; the other arguments override its
+            values.
+        model: directory or hub id of a Hugging Face model, or a run whose exported model is the start.
+        data: a list of rows (dictionaries with prompt and answer), a ``datasets.Dataset``, a pandas or polars
+            table, the path of a file, the name of a data set, or a data source in the configuration's form.
+            Rows and tables are saved in the run directory.
+        reward: a function that scores responses; its parameter names select its inputs (README, "A custom
+            reward"). Also the name of a built-in reward, a list of these, or a dictionary of ``env.rewards``
+            sections, which can have weights. Functions run in other processes, so the caller does not see
+            changes that they make to global state.
+        validation: data for evaluations during training, in the same forms as ``data``.
+        run_dir: directory of the run; if it contains a run, the run is resumed. None creates
+            ``runs/ALGORITHM-MODEL-N``.
+        backend: ``megatron``, ``dtensor`` or ``fsdp1``; ignored for a recipe, which sets its own.
+        progress: show the command's output.
+        overrides: values of configuration keys. A key is named by its last part (``max_num_steps=20``,
+            ``learning_rate=1e-5``), by its section (``policy={"precision": "bfloat16"}``), or in full
             (``**{"policy.generation.top_k": 50}``).
 
     Raises:
-        ConfigError: everything that is wrong with the arguments, in one list.
-        KeyboardInterrupt: Ctrl-C, after the run has finished its step and written a checkpoint; the same call
-            with its ``run_dir`` resumes the run.
+        ConfigError: arguments are invalid; the message lists all faults.
+        KeyboardInterrupt: Ctrl-C. The run first finishes its step and writes a checkpoint. Call again with
+            the same ``run_dir`` to resume.
         MegarlError: the run failed.
     """
     with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (
@@ -104,25 +106,26 @@ def evaluate(
     progress: bool = True,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Sample and score responses of a model, as ``megarl eval`` does, and return the JSON result.
+    """Sample and score responses of a model as ``megarl eval`` does, and return the contents of its JSON
+    result.
 
     Args:
         model: directory or hub id of a Hugging Face model, or a run.
         data: prompts with reference answers, in any form that ``train`` accepts.
-        reward: as in ``train``.
+        reward: scores the responses, in any form that ``train`` accepts.
         algorithm: ``grpo``, or a recipe whose generation settings are used.
-        adapter: directory of a LoRA adapter (PEFT) that is merged into the model.
-        backend: as in ``train``.
-        progress: show what the command prints.
-        overrides: as in ``train``; ``val_num_generations_per_prompt=8`` samples eight responses per prompt.
+        adapter: directory of a LoRA adapter (PEFT) to merge into the model.
+        backend: see ``train``.
+        progress: show the command's output.
+        overrides: see ``train``; ``val_num_generations_per_prompt=8`` samples eight responses per prompt.
 
     Returns:
-        ``metrics`` by the names that a run logs, and ``sets`` with all figures.
+        A dictionary with ``metrics`` (names as a run logs them) and ``sets`` (all metrics of each data set).
 
     Raises:
         ConfigError, KeyboardInterrupt, MegarlError: as in ``train``.
     """
-    # The rows are read twice, as those of a generator cannot be.
+    # The rows are read twice, as training and as validation data, but an iterator can be read only once.
     data = list(data) if isinstance(data, Iterator) else data
     _refuse_keys_of_training(overrides)
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as place:
@@ -139,7 +142,7 @@ def evaluate(
 
 
 def _refuse_keys_of_training(overrides: Mapping[str, Any]) -> None:
-    """Refuse sampling settings of training steps, which an evaluation does not read."""
+    """Reject overrides of training-only sampling settings, which an evaluation would ignore."""
     refused = []
     for name in overrides:
         instead = instead_in_evaluation(name)
@@ -153,19 +156,21 @@ def _refuse_keys_of_training(overrides: Mapping[str, Any]) -> None:
 def convert(
     source: Any, target: str | os.PathLike[str], *, progress: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """Convert a Hugging Face checkpoint to Megatron-Core, or a Megatron-Core checkpoint to Hugging Face, and
-    return a summary.
+    """Convert a Hugging Face checkpoint to Megatron-Core or back; the source's format decides the direction.
 
     Args:
-        source: a Hugging Face directory or hub id, or a Megatron checkpoint; a run stands for the model that
-            it has exported.
+        source: a Hugging Face directory or hub id, a Megatron checkpoint, or a run whose exported model is
+            converted.
         target: directory to create.
-        progress: show what the command prints besides its result.
+        progress: print one summary line at the end.
         options: options of ``megarl convert import`` or ``export``: ``dtype="bfloat16"``, ``overwrite=True``,
             ``hf_config=DIR``.
 
+    Returns:
+        The command's JSON summary: ``target``, ``family``, ``tensors``, ``bytes``, ``seconds``, ...
+
     Raises:
-        ConfigError: an option or the source cannot be used.
+        ConfigError: an option or the source is invalid.
         KeyboardInterrupt, MegarlError: as in ``train``.
     """
     from converters.opening import MEGATRON, kind_of
@@ -175,7 +180,7 @@ def convert(
     words = ["convert", "export" if is_megatron else "import", str(path), os.fspath(target), "--json"]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
-        # Several numbers form one value of the command. Each element of any other list gets its own flag.
+        # A list of numbers is one comma-separated value of an option. Any other list repeats the option.
         if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
             value = ",".join(map(str, value))
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -184,7 +189,7 @@ def convert(
             elif each is not None and each is not False:
                 words += [option, str(each)]
     code, text = run_command(words, {}, shows=False, keeps_all=True)
-    # Standard error uses the same pipe, so that its text may come before or after the one JSON object.
+    # Standard error shares the pipe, so other text may precede or follow the JSON object.
     begins = f"\n{text}".find("\n{")
     if code not in (0, 1) or begins < 0:
         raise error_of(code, text)
@@ -208,8 +213,8 @@ def _prepared(
     backend: Backend,
     overrides: Mapping[str, Any],
 ) -> Iterator[tuple[Call, Path]]:
-    """Write the configuration of a call into the directory of its run, and yield both. A call that is refused
-    leaves the directory as it was."""
+    """Write the configuration of a call into its run directory, and yield both. If the call is rejected, the
+    directory is restored to its earlier contents."""
     call = begin(algorithm, backend)
     name = "-".join(filter(None, [call.written["recipe"], _name_of_model(model)]))
     directory = new_directory(name) if run_dir is None else Path(run_dir)
@@ -233,7 +238,8 @@ def _prepared(
         is_ready = True
         yield call, directory
     except BaseException:
-        # The command writes its configuration into this directory as soon as it has accepted everything.
+        # The command writes ``config.yaml`` once it has accepted the configuration. From then on the files
+        # belong to a run and must stay.
         if not is_ready or _identity(directory / CONFIG_FILE) == accepted:
             _restore([*call.made, *_files_of_call(directory)], earlier, made)
         raise
@@ -244,7 +250,8 @@ def _files_of_call(directory: Path) -> list[Path]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when a file is replaced; None if there is none."""
+    """Return the inode and modification time of a file, which change when it is replaced; None if it does not
+    exist."""
     with contextlib.suppress(OSError):
         found = path.stat()
         return found.st_ino, found.st_mtime_ns
@@ -252,8 +259,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _restore(files: Sequence[Path], earlier: Mapping[Path, bytes], places: Sequence[Path]) -> None:
-    """Undo what a call wrote: bring back the earlier contents of its files, and remove the other ones and
-    the directories that it created. Whatever else is there belongs to other programs."""
+    """Undo what a rejected call wrote: restore the earlier contents of its files, delete the new ones, and
+    remove the directories that it created.
+
+    Args:
+        files: files that the call may have written.
+        earlier: contents that existed before the call, by file.
+        places: directories that the call may have created, innermost first.
+    """
     for path in files:
         with contextlib.suppress(OSError):
             if path not in earlier:
@@ -261,7 +274,7 @@ def _restore(files: Sequence[Path], earlier: Mapping[Path, bytes], places: Seque
             elif path.read_bytes() != earlier[path]:
                 path.write_bytes(earlier[path])
     for place in places:
-        # A directory that contains somebody else's files stays.
+        # ``rmdir`` fails if the directory contains other files, which must stay.
         with contextlib.suppress(OSError):
             place.rmdir()
 
@@ -276,11 +289,8 @@ def _write(
     backend: Backend,
     overrides: Mapping[str, Any],
 ) -> None:
-    """Create the configuration of a call, check it, and write it with the data and the source of its rewards.
-
-    Raises:
-        ConfigError: the error lists everything that is wrong.
-    """
+    """Build and check the configuration of a call. Write it with the data and the source of the reward
+    functions. Raises ConfigError with all faults of the arguments and the configuration."""
     from megarl.cli import load_and_check
     from megarl.config.load import load_config_with_inheritance
     from megarl.data.columns import Kind
@@ -327,7 +337,7 @@ def _write(
         )
     require_parameters_in_data(call)
     if is_base:
-        # Fill in a name if the model was refused, so that the rest can be checked.
+        # Use a dummy name if the model was rejected, so that the rest can still be checked.
         call.default("policy.model_name", "absent")
         add_sizes(call, name, _rows_of(data["data"]))
     _dump(call.written, path)
@@ -337,7 +347,8 @@ def _write(
         if not error.violations:
             raise
         faulty = {fault.key.partition("[")[0] for fault in call.faults}
-        # A refused argument is missing in the configuration, which must not be refused again for that.
+        # A rejected argument was not written, so the check reports its key as missing. Drop that second
+        # error.
         lacking = {
             "model": "policy.model_name",
             "data": "data.train",
@@ -347,7 +358,7 @@ def _write(
         refused = tuple(key for argument, key in lacking.items() if argument in faulty)
         call.faults += [each for each in error.violations if not each.key.startswith(refused)]
     call.require()
-    # Move the file only now, so that a refused call does not change an earlier call of the same run.
+    # Replace the file only now, so that a rejected call leaves the run's earlier ``call.yaml`` unchanged.
     path.replace(directory / _CALL)
     if call.sources:
         text = (
@@ -360,7 +371,7 @@ def _write(
 
 
 def _rewards_itself(call: Call) -> bool:
-    """Return whether the call names a custom environment, whose steps return rewards."""
+    """Return whether the call names a custom environment, which computes the rewards itself."""
     named = at(call.written, "env.environment")
     return isinstance(named, str) and is_import_path(named)
 

@@ -1,4 +1,4 @@
-"""The separate process that runs the command of a call, and what the caller sees of it."""
+"""The child process that runs the command of a library call; its output is passed on to the caller."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ _BEGINS_ERROR = re.compile(r"megarl: (?!warning:|SIG)|Traceback \(most recent ca
 def run_command(
     words: Sequence[str], given: Mapping[str, bytes], *, shows: bool, keeps_all: bool = False
 ) -> tuple[int, str]:
-    """Run a command of megarl in a separate process. Ctrl-C asks it to stop; a second Ctrl-C ends it at once.
+    """Run a megarl command in a child process and wait for it. Ctrl-C asks the command to stop; a second
+    Ctrl-C ends it at once.
 
     Args:
-        words: words of its command line.
-        given: pickles of objects that its configuration names ``given:NAME``.
-        shows: print what it prints, line by line.
-        keeps_all: return all of its lines: an object of JSON may have thousands.
+        words: the command's arguments.
+        given: pickled objects, by the names (``given:NAME``) under which its configuration refers to them.
+        shows: print each output line as it arrives.
+        keeps_all: return all output instead of the last 201 lines; JSON output may have thousands.
 
     Returns:
-        Its exit code and its last 201 lines; if it failed with an error message, only that message.
+        The exit code and the output. If the command failed with an error message, only that message.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, after the process has ended.
+        KeyboardInterrupt: Ctrl-C was pressed; raised after the child process has ended.
     """
     child = subprocess.Popen(
         [sys.executable, "-m", "megarl.library"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # Use a new session: a terminal and Jupyter send Ctrl-C to the whole process group, so that the
-        # process would receive the first one twice.
+        # A terminal and Jupyter send Ctrl-C to the whole process group. In a session of its own the child
+        # gets SIGINT only from here, and not twice.
         start_new_session=True,
         env=_environment(),
     )
@@ -64,7 +65,7 @@ def run_command(
     try:
         child.stdin.write(json.dumps(told).encode() + b"\n")
         child.stdin.flush()
-    # The process ended when it started, and its output gives the reason.
+    # The child exited before reading its command; its output gives the reason.
     except BrokenPipeError:
         pass
     while True:
@@ -82,10 +83,10 @@ def run_command(
             interrupted = True
             child.send_signal(signal.SIGINT)
     code = child.wait()
-    # Closing the pipe flushes the buffer, which fails if the process did not read all of it.
+    # Closing flushes the buffer, which fails if the child has not read all of it.
     with contextlib.suppress(BrokenPipeError):
         child.stdin.close()
-    # The command succeeded, so that the lines that looked like an error are ordinary output.
+    # The command succeeded, so lines that looked like an error message were ordinary output.
     if code == 0 and error:
         last += error
         if shows:
@@ -96,13 +97,18 @@ def run_command(
 
 
 def show(text: str) -> None:
-    # Use sys.stdout, which a notebook has replaced by its own stream.
+    # Look up ``sys.stdout`` at each call, because a notebook replaces it by its own stream.
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def error_of(code: int, text: str) -> MegarlError:
-    """Return the error that corresponds to a failed command."""
+    """Return the exception for a failed command.
+
+    Args:
+        code: exit code, which decides the class.
+        text: error message that the command printed.
+    """
     kind = _ERRORS.get(code, MegarlError)
     return kind(text.removeprefix("megarl: ") or f"the process ended with {code}")
 
@@ -126,8 +132,8 @@ def _environment() -> dict[str, str]:
 
 
 def _import_places() -> Iterator[str]:
-    """Yield the import paths of this process that another Python would not have, so that the other process
-    finds megarl and the caller's modules."""
+    """Yield the ``sys.path`` entries outside of the Python installation. The child process needs them to
+    import megarl and the caller's modules."""
     prefixes = tuple(str(Path(prefix).resolve()) + os.sep for prefix in {sys.prefix, sys.base_prefix})
     for place in sys.path:
         path = str(Path(place).resolve())

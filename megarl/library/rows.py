@@ -1,5 +1,5 @@
-"""Storage of data that a caller holds in memory, as a file of the run's directory that any later launch can
-read."""
+"""Store data that the caller holds in memory as a file in the run directory, so that later launches can read
+it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 from megarl.config.data_sources import NAMED_SETS, is_file, key_steps
 from megarl.errors import ConfigError, DataError, Violation
 
-# Tables write themselves to files by these methods: the first of ``datasets.Dataset`` and of pandas, the
-# second of polars.
+# Methods by which tables write themselves to a file: ``to_parquet`` of ``datasets.Dataset`` and pandas,
+# ``write_parquet`` of polars.
 _TABLES = {"to_parquet": ".parquet", "write_parquet": ".parquet"}
 _ROWS_LOOKED_AT = 1000
 
 
 def source_of(argument: str, data: Any, directory: Path, made: list[Path]) -> dict[str, Any]:
-    """Return the data source of a configuration for a caller's data.
+    """Return the data source, in the configuration's form, for data that the caller passed.
 
     Args:
-        argument: name of the argument, for errors.
-        data: a path, the name or hub id of a set, a source as in a configuration, a table, or rows.
-        directory: directory that rows and tables are written into.
-        made: gets the file, unless an earlier call has written the same.
+        argument: name of the caller's argument, for error messages.
+        data: a path, the name or hub id of a data set, a data source, a table, or rows.
+        directory: directory for files of rows and tables.
+        made: list to which a newly created file is appended; a file with equal contents is reused.
 
     Raises:
-        ConfigError: the data are none of these.
+        ConfigError: ``data`` has none of these forms, or cannot be stored.
     """
     if isinstance(data, str | os.PathLike):
         return _named(argument, os.fspath(data))
@@ -59,8 +59,8 @@ def source_of(argument: str, data: Any, directory: Path, made: list[Path]) -> di
             _write_table(argument, data, method, temporary)
         with temporary.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-        # Name the file by its content, so that a later call with other rows replaces no file that a
-        # checkpoint refers to.
+        # Name the file by a digest of its content. A later call with other rows then gets another file, and
+        # does not replace one that a checkpoint refers to.
         path = directory / f"{argument}-{digest}{_TABLES[method] if method else '.jsonl'}"
         _keep(temporary, path, made)
     finally:
@@ -69,7 +69,8 @@ def source_of(argument: str, data: Any, directory: Path, made: list[Path]) -> di
 
 
 def _keep(temporary: Path, path: Path, made: list[Path]) -> None:
-    """Give a file its name, which is that of its content, unless there is one already: a run may read it."""
+    """Rename a temporary file to its content-based name. If that file exists already, it has the same content
+    and a run may be reading it, so it is kept."""
     if not path.exists():
         temporary.replace(path)
         made.append(path)
@@ -78,7 +79,7 @@ def _keep(temporary: Path, path: Path, made: list[Path]) -> None:
 def _write_table(argument: str, table: Any, method: str, path: Path) -> None:
     try:
         getattr(table, method)(str(path))
-    # Arrow's errors about a column of several types are of these classes.
+    # Arrow raises these if a column has values of several types.
     except (TypeError, ValueError) as error:
         fix = "give each column values of one type, or the rows: table.to_dict('records')"
         bound = f"it cannot be stored as a table: {error}"
@@ -86,15 +87,15 @@ def _write_table(argument: str, table: Any, method: str, path: Path) -> None:
 
 
 def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
-    """Fill in a source's missing field keys from the common column names; keys that the source sets are kept.
+    """Set a source's missing field keys from common column names such as ``prompt``; existing keys are kept.
 
     Args:
-        argument: name of the argument that the data came from, for errors.
-        source: data source that gets the keys.
-        kind: ``megarl.data.columns.Kind``.
+        argument: name of the caller's argument, for error messages.
+        source: data source to complete, in place.
+        kind: ``megarl.data.columns.Kind``, which decides the required columns.
 
     Raises:
-        ConfigError: the source has none of the common column names, or cannot be read.
+        ConfigError: the columns have none of the common names, or the source cannot be read.
     """
     from megarl.data.columns import complete_source
     from megarl.data.rows import source_name
@@ -103,13 +104,19 @@ def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
         complete_source(source, kind)  # type: ignore[arg-type]
     except DataError as error:
         what, _, fix = str(error).partition(" Fix: ")
-        # Omit the name of the file of rows, which the caller does not know.
+        # The caller passed rows and does not know the name of the file, so omit it from the message.
         what = what.removeprefix(f"{source_name(source)}: ").rstrip(".")  # type: ignore[arg-type]
         raise _refused(argument, ", ".join(columns_of(source)), what, fix) from error
 
 
 def write_empty_answers(source: dict[str, Any], made: list[Path]) -> None:
-    """Replace a file that ``source_of`` wrote by a new one whose rows have empty reference answers."""
+    """Write the rows of a source to a new file with empty reference answers, and point the source to it. The
+    original file is deleted if this call has created it.
+
+    Args:
+        source: source made by ``source_of``; changed in place.
+        made: files that this call has created; the new file is appended.
+    """
     from megarl.data.rows import rows_of
 
     path = Path(source["path"])
@@ -129,7 +136,7 @@ def write_empty_answers(source: dict[str, Any], made: list[Path]) -> None:
 
 
 def columns_of(source: Mapping[str, Any]) -> list[str]:
-    """Return the columns of the first row of a source."""
+    """Return the column names of a source's first row; empty if there is none."""
     from megarl.data.rows import rows_of
 
     _, row = next(iter(rows_of(source)), ("", {}))  # type: ignore[arg-type]
@@ -137,8 +144,8 @@ def columns_of(source: Mapping[str, Any]) -> list[str]:
 
 
 def passable_columns(source: Mapping[str, Any]) -> set[str]:
-    """Return the columns of a source that a reward can be given: those that each of its first rows has, with
-    a value that JSON can represent."""
+    """Return the columns that can be passed to a reward function: present in each of the first 1,000 rows,
+    with values that JSON can represent."""
     from megarl.data.rows import rows_of
 
     found: set[str] | None = None
@@ -163,7 +170,7 @@ def _named(argument: str, text: str) -> dict[str, Any]:
         return {"path": str(path)}
     if text in NAMED_SETS:
         return {"name": text}
-    # An id of the hub is NAME or OWNER/NAME.
+    # A hub id has the form NAME or OWNER/NAME, so anything else was meant as a path.
     if is_file(text) or path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise _refused(
             argument,
@@ -200,7 +207,7 @@ def _write_rows(argument: str, rows: Iterable[Any], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy or torch value as numbers, and a date as text."""
+    """Convert a NumPy or torch value to numbers, and a date to a string, for ``json.dumps``."""
     for method in ("tolist", "isoformat"):
         if callable(getattr(value, method, None)):
             return getattr(value, method)()

@@ -1,4 +1,4 @@
-"""Results of a run, for a notebook: its metrics as a table, its samples, its model and its curves."""
+"""Results of a run for scripts and notebooks: metrics, samples, model, checkpoints and plots."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ROWS = 10
 
 
 class Metrics(dict[str, list[Any]]):
-    """Metrics by name, each a list with one value per step; None if a step has no value.
-    ``pandas.DataFrame(metrics)`` accepts it.
+    """Metrics of a run: name -> list with one value per step, None where a step has no value.
 
-    ``metrics["reward"]`` is short for ``metrics["train/reward"]``, or else for the validation metric.
+    ``metrics["reward"]`` is short for ``metrics["train/reward"]``, or else for the validation metric of that
+    name. ``pandas.DataFrame(metrics)`` makes a table.
     """
 
     def __missing__(self, name: str) -> list[Any]:
@@ -37,7 +37,7 @@ class Metrics(dict[str, list[Any]]):
         raise KeyError(f"{name!r}; there are {', '.join(self)}")
 
     def _table(self) -> list[list[str]]:
-        """Return the cells of a table with the most important metrics, newest steps last."""
+        """Return the table cells of the main metrics: a header row, then the last 10 steps."""
         names = ["step", *(name for name in _SHOWN if name in self)] if "step" in self else []
         columns = [list(map(_number, self[name])) for name in names]
         rows = list(map(list, zip(*columns, strict=True)))
@@ -58,7 +58,7 @@ class Metrics(dict[str, list[Any]]):
 
 
 class Picture(os.PathLike[str]):
-    """A picture in a file, which a notebook displays."""
+    """An image file that a notebook displays."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,13 +74,13 @@ class Picture(os.PathLike[str]):
 
 
 class Run:
-    """A run in its directory, during training and afterwards; ``megarl train`` may have started it too.
+    """A run directory. Can be read during and after training, and also if ``megarl train`` started the run.
 
     Args:
-        directory: directory of the run.
+        directory: the run directory.
 
     Raises:
-        DataError: the directory is not that of a run.
+        DataError: the directory contains no run.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def metrics(self) -> Metrics:
-        """All metrics of all steps; see ``Metrics``."""
+        """All logged metrics of all steps; see ``Metrics``."""
         from megarl.observe.metrics_file import FILE_NAME, stream_metrics
         from megarl.observe.series import collect_series
 
@@ -110,14 +110,14 @@ class Run:
         return Metrics(columns)
 
     def samples(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
-        """Return the prompts, responses and rewards of a step that ``logger.samples`` keeps.
+        """Return the prompts, responses and rewards that ``logger.samples`` saved for a step.
 
         Args:
-            step: None for the newest step that has samples.
-            validation: return samples of a validation rather than of training.
+            step: training step; None for the newest step with samples.
+            validation: return validation samples instead of training samples.
 
         Raises:
-            DataError: there are no samples.
+            DataError: no samples of this step are saved.
         """
         from megarl.observe.sample_files import DIRECTORY, TRAIN, VALIDATION, list_samples, read_samples
 
@@ -136,16 +136,16 @@ class Run:
         """Directory of the newest exported Hugging Face model.
 
         Raises:
-            DataError: the run has exported none yet.
+            DataError: the run has not exported a model yet; it does so at its end.
         """
         return self._newest("hf", "an unfinished run exports no model; finish the run, or use checkpoint")
 
     @property
     def checkpoint(self) -> Path:
-        """Directory of the newest checkpoint, ``step_N``.
+        """Directory ``step_N`` of the newest checkpoint.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no checkpoint yet.
         """
         return self._newest(
             "checkpoints", "checkpoints are written every checkpointing.save_period steps and at the end"
@@ -159,11 +159,11 @@ class Run:
         return kept_config(self.directory / CONFIG_FILE)
 
     def plot(self) -> Picture:
-        """Plot the curves into the run's directory, and write the page ``report.html`` there. Return the
-        first picture, which a notebook displays.
+        """Write plots of the metrics and the page ``report.html`` into the run directory. Return the first
+        plot, which a notebook displays.
 
         Raises:
-            DataError: there is nothing to plot yet.
+            DataError: no metrics have been logged yet.
             MegarlError: matplotlib is not installed.
         """
         from megarl.observe.plots import plot_run
@@ -186,11 +186,11 @@ class Run:
 
 
 def new_directory(name: str) -> Path:
-    """Create and return ``runs/NAME-1``, or the first ``runs/NAME-N`` that does not exist yet."""
+    """Create and return ``runs/NAME-N``, with the lowest N from 1 that is free."""
     for number in itertools.count(1):
         path = Path("runs") / f"{name}-{number}"
         path.parent.mkdir(exist_ok=True)
-        # Create the directory instead of testing for it, so that two simultaneous calls get two directories.
+        # Creating the directory is atomic, so two simultaneous calls get different directories.
         try:
             path.mkdir()
         except FileExistsError:

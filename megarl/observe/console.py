@@ -1,4 +1,4 @@
-"""The console output of a run: one line per step, and a progress bar if the terminal can show one."""
+"""Console output of a run: one line per step and, on a terminal, a progress bar."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_WIDTH = 100
 _ETA_WINDOW = 20
-# Exclude the first step, which also compiles, allocates and connects.
+# The first step also compiles, allocates and connects, so exclude it from the throughput.
 _STEADY_STEP = 2
 _STYLES = {
     "progress": "bold",
@@ -42,13 +42,13 @@ _STYLES = {
     "eta": "bright_black",
 }
 
-# Suffix of the metric name that every validation set has.
+# Every validation set logs a metric with this suffix, from which the sets' names are found.
 _OF_A_SET = "/samples"
 
 
 class TrainingConsole:
-    """The console output of a run. On a terminal it shows coloured lines above a live progress bar; in a pipe
-    or file it writes plain lines of at most 100 columns.
+    """Console output of a run. On a terminal it shows coloured lines above a live progress bar; in a pipe or
+    file it writes plain lines, whose optional parts are omitted beyond 100 columns.
 
     Use it as a context manager, or call ``start`` and ``finish``. If an exception ends the block, the
     terminal is restored.
@@ -63,16 +63,15 @@ class TrainingConsole:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        total_steps: number of the last step of the whole run, even if the run resumes in the middle.
-        title: a few words about what is trained.
-        quiet: show nothing at all.
-        console: where to write; standard output if None.
-        clock: monotonic seconds.
-        """
+        total_steps: number of the run's last step, also if the run is resumed.
+        title: short description of what is trained.
+        quiet: show nothing.
+        console: output; None for standard output.
+        clock: returns monotonic seconds."""
         self._total_steps = total_steps
         self._title = title
         self._quiet = quiet
-        # Switch highlighting off, because rich colours every number in a line by default.
+        # By default rich colours every number in a line.
         self._console = console or Console(highlight=False)
         self._clock = clock
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
@@ -101,51 +100,53 @@ class TrainingConsole:
                 Phase("training", "steps", self._total_steps), is_told=False
             )
             self._phase = self._under_way.enter_context(live)
-            # Until a step is complete, the time per step is unknown.
+            # Show no ETA until a step has been measured.
             self._phase.done, self._phase.rest_s = first_step, 0.0
         else:
-            # Show something before the first step is complete even if the output is a pipe.
+            # In a pipe, show progress lines during the first step, which may take minutes.
             self._phase = self._under_way.enter_context(phase(f"step {first_step + 1}", is_told=False))
 
     def working_on(self, name: str) -> None:
-        """Show which phase of a step is running; an empty name shows none."""
+        """Show the name of the running phase of a step; an empty name shows none."""
         if self._phase is not None:
             self._phase.detail = name
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show one finished step.
+        """Print the line of a finished step.
 
         Args:
-            step: its number, from 1 to ``total_steps``.
-            metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (each also under ``train/``) and
-                the output of ``PhaseTimer.collect`` (also under ``timing/``); the line leaves out missing
-                ones.
+            step: number of the step, from 1 to ``total_steps``.
+            metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (also accepted with the prefix
+                ``train/``) and the result of ``PhaseTimer.collect`` (also with ``timing/``). Missing metrics
+                are omitted.
         """
         now = self._clock()
         self._recent_seconds.append(now - self._last_step_at)
         self._last_step_at, self._last_step = now, step
         self._steps += 1
         self._add_performance(metrics)
-        # From now on the lines of the steps show that the run continues.
+        # From now on the step lines show progress.
         if not self._console.is_terminal:
             self._under_way.close()
         if self._quiet:
             return
-        # Use the median, because a step with a validation or a save is not typical of the others.
+        # Use the median, because steps with a validation or a save take longer than the others.
         remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
         if STEP_SECONDS not in metrics and f"timing/{STEP_SECONDS}" not in metrics:
             metrics = {**metrics, STEP_SECONDS: self._recent_seconds[-1]}
+        # A terminal shows the ETA in the progress bar.
         eta_in_line = remaining_s if not self._console.is_terminal and step < self._total_steps else None
         fields = step_fields(step, self._total_steps, metrics, eta_in_line, self._width())
         self._print(Text("  ").join(Text(text, style=_STYLES[kind]) for kind, text in fields))
+        # Print the throughput once, early, so that a bad setup is seen long before the end.
         if self._steps == _STEADY_STEP:
             self._throughput("throughput", metrics)
         if self._phase is not None:
             self._phase.done, self._phase.rest_s = step, remaining_s
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the metrics of a validation in the order of the mapping. If there are several validation
-        sets, each (``NAME/...``) gets its own line."""
+        """Print the metrics of a validation, in the order of the mapping. With several validation sets, each
+        set's metrics (``NAME/...``) get a line."""
         sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET)]
         lines: dict[str, dict[str, str]] = {name: {} for name in ("", *sets)}
         for name, value in metrics.items():
@@ -163,17 +164,18 @@ class TrainingConsole:
             )
 
     def stopped(self, text: str) -> None:
-        """Show why the run ends before its last step, instead of the text of ``finish``."""
+        """Remove the bar and print why the run stops early. ``finish`` then prints nothing."""
         self._finished = True
         self.stop_bar()
         self.note(text)
 
     def note(self, text: str) -> None:
-        """Show a line of text, for example that a checkpoint was written."""
+        """Print a line, for example about an exported model."""
         self._say(Text(text, style="bright_black"))
 
     def finish(self) -> None:
-        """Remove the progress bar and show how long the run took; a second call does nothing."""
+        """Remove the progress bar, and print the mean throughput and the duration of the run. A second call
+        does nothing."""
         self.stop_bar()
         if self._finished:
             return
@@ -190,7 +192,7 @@ class TrainingConsole:
         )
 
     def _add_performance(self, metrics: Mapping[str, Any]) -> None:
-        """Sum up the throughput metrics from the second step on; the first step includes one-time work."""
+        """Sum up the throughput metrics, from the second step on."""
         if self._steps >= _STEADY_STEP:
             for name, value in metrics.items():
                 if name.startswith("performance/"):
@@ -216,12 +218,12 @@ class TrainingConsole:
             self._print(text)
 
     def _print(self, text: Text) -> None:
-        # Wrap softly: a terminal may fold a long line, but a file receives the whole line.
+        # With soft wrap a terminal may fold a long line, but a file gets it unbroken.
         try:
             self._console.print(text, soft_wrap=True)
         except (OSError, SystemExit) as error:
-            # rich responds to a closed pipe (``megarl train ... | head``) with SystemExit, but the run has to
-            # continue without an observer.
+            # rich raises SystemExit when the pipe is closed (``megarl train ... | head``), but the run must
+            # continue.
             self._quiet = True
             logger.warning("nothing more is shown, the console cannot be written: %s", error)
 
@@ -229,12 +231,12 @@ class TrainingConsole:
         return self._console.width if self._console.is_terminal else _PLAIN_WIDTH
 
     def stop_bar(self) -> None:
-        """Remove the progress bar after the last step."""
+        """Remove the progress bar."""
         self._under_way.close()
 
 
 def _number(value: Any) -> str:
-    """Format a value as a short number; return an empty string if the value is not a number."""
+    """Format a number compactly; return an empty string for other values."""
     if isinstance(value, int):
         return f"{value:,}"
     try:

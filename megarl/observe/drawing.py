@@ -1,4 +1,4 @@
-"""Drawing helpers: colours, axes and curves that the plots and the report share."""
+"""Colours, axes and curves that plots and reports share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# These colours have a contrast of at least 3 to both a white and a dark page.
+# Each colour has a contrast of at least 3 to both a white and a dark page.
 COLOURS = (
     "#4a6fa5",
     "#2a9d8f",
@@ -34,16 +34,16 @@ OTHER_COLOUR = "#8a9299"
 GRID_COLOUR = "#dddddd"
 STEP = f"timing/{STEP_SECONDS}"
 TIMELINE_STEPS = 12
-"""Number of last steps that a timeline shows, so that each step is some pixels wide."""
+"""Number of last steps in the timeline; with more, a step would be only a few pixels wide."""
 MOST_BARS = MOST_DOTS = 60
 MOST_POINTS = 400
-"""Maximum number of points of a curve that are plotted individually. A longer curve is downsampled into equal
-bins and shows their mean and range."""
+"""Maximum number of points that are plotted individually. Longer curves are binned, and show each bin's mean
+and range."""
 
 
 def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
-    """Draw a curve's raw values faintly and their running mean boldly. A curve of more than ``MOST_POINTS``
-    values is drawn as the means of bins with their range."""
+    """Draw a curve with faint raw values and a bold running mean. If it has more than ``MOST_POINTS`` values,
+    draw the mean and range of bins instead."""
     if len(curve.steps) > MOST_POINTS:
         steps, means, lowest, highest = thinned(curve, MOST_POINTS)
         axes.fill_between(steps, lowest, highest, color=colour, alpha=0.22, linewidth=0.8)
@@ -55,7 +55,7 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
             curve.steps, curve.values, color=colour, linewidth=1.5, marker="o", markersize=5, label=label
         )
         return
-    # Omit dots from long curves, because a dot takes more bytes of a page than the rest of its point.
+    # In an SVG, a dot takes more bytes than the rest of its point, so long curves have none.
     dots = "." if len(curve.steps) <= MOST_DOTS else ""
     axes.plot(
         curve.steps,
@@ -78,8 +78,8 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
 
 @contextmanager
 def plain_text() -> Iterator[None]:
-    """Draw all text literally inside the context. Otherwise matplotlib would typeset text between two dollar
-    signs, which names of runs may contain, as a formula.
+    """Disable math text inside the block. Matplotlib would typeset text between two dollar signs as a
+    formula, and names of runs may contain them.
 
     Raises:
         MegarlError: matplotlib is not installed.
@@ -96,24 +96,24 @@ def plain_text() -> Iterator[None]:
 
 
 def cycled_colours(count: int) -> list[str]:
-    """Return ``count`` colours of the palette, which repeats if it has fewer."""
+    """Return ``count`` colours; the palette repeats if it is too short."""
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
 def marker_of(curve: Series) -> str:
-    """Return matplotlib's marker for a curve: a dot for at most 30 points, none for more."""
+    """Return matplotlib's marker for a curve: a dot if it has at most 30 points, else none."""
     return "o" if len(curve.steps) <= 30 else ""
 
 
 def one_panel(title: str) -> tuple[Figure, Axes]:
-    """Return a figure with a single panel, and the panel."""
+    """Return a new figure with a single panel."""
     figure, panels = stacked_panels(title, 1)
     return figure, panels[0]
 
 
 def stacked_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure with ``count`` panels that are stacked vertically and share the step axis. No display
-    is needed, because the figure is drawn by Agg."""
+    """Return a figure with ``count`` panels, one below the other, that share the step axis. The figure needs
+    no display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.8 if count == 1 else 7.0), dpi=120, layout="constrained")
@@ -123,15 +123,14 @@ def stacked_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
 
 
 def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = True) -> None:
-    """Set the label, the grid and, if requested, the legend of a panel. Only the ``last`` panel gets a step
-    axis."""
+    """Set a panel's label, grid and legend; the ``last`` panel also gets the label of the step axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylabel(y_label, fontsize=11)
     if last:
         axes.set_xlabel("training step", fontsize=11)
         low, high = axes.dataLim.intervalx
-        # Widen the axis of a single step, which matplotlib would divide into fractions.
+        # Around a single step, matplotlib would choose fractional ticks, so widen the axis.
         if high - low < 1:
             axes.set_xlim((low + high) / 2 - 2, (low + high) / 2 + 2)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -139,21 +138,23 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
-        # Many names have no room between the curves, and stand to their right.
+        # More than six names would cover the curves, so put the legend to the right of the axes.
         place: Any = (1, 0) if len(axes.lines) > 6 else "best"
         axes.legend(frameon=False, fontsize=10, loc=place)
 
 
 def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
-    """Return for each path the shortest suffix that distinguishes the runs: ``grpo``, or ``seed-1/grpo`` if
-    several are called ``grpo``.
+    """Return the shortest path suffix that distinguishes each run: ``grpo``, or ``seed-1/grpo`` if several
+    directories are called ``grpo``.
 
-    No label begins with an underscore, because matplotlib leaves such names out of legends; bytes that are
+    Labels do not begin with an underscore, because matplotlib omits such names from legends. Bytes that are
     not UTF-8 are replaced.
     """
     parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = [os.fsencode("/".join(path[-length:])).decode(errors="replace") for path in parts]
+        # Compare with the number of distinct paths: a run that is given twice has the same label at any
+        # length.
         if len(set(names)) == len(set(parts)) and not any(name.startswith("_") for name in names):
             break
     return dict(zip(run_dirs, names, strict=True))
@@ -171,23 +172,23 @@ def phase_names(series: Mapping[str, Series]) -> list[str]:
 
 
 def of_training(curve: Series) -> Series:
-    """Return the curve without step 0, which only has the validation before training. A curve with no other
-    step is returned unchanged."""
+    """Return a curve without step 0, whose row contains only the validation before training. A curve that has
+    only step 0 is returned unchanged."""
     first = next((index for index, step in enumerate(curve.steps) if step > 0), 0)
     return Series(curve.steps[first:], curve.values[first:])
 
 
 def phase_title(name: str) -> str:
-    """Return a readable title for a metric such as ``timing/reference_logprobs_s``."""
+    """Return the phase's name in words, from a metric such as ``timing/reference_logprobs_s``."""
     return name.removeprefix("timing/").removesuffix("_s").replace("_", " ")
 
 
 def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
-    """Draw the seconds of all phases of a step as stacked bars, at most 60 of them. Time outside all phases
-    is ``other``.
+    """Draw the seconds of each phase per step as stacked bars; more than 60 steps are grouped. ``other`` is
+    the time outside of all phases.
 
     Returns:
-        The arguments of the legend, for ``axes.legend`` or ``figure.legend``.
+        Keyword arguments for ``axes.legend`` or ``figure.legend``.
     """
     total, phases = series.get(STEP), {phase_title(name): series[name] for name in phase_names(series)}
     steps = sorted(set(total.steps if total else ()).union(*(phase.steps for phase in phases.values())))
@@ -197,6 +198,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         heights["other"] = [
             max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)
         ]
+    # Round up, so that there are at most MOST_BARS groups.
     group = -(-len(steps) // MOST_BARS)
 
     def group_means(values: Sequence[float]) -> list[float]:
@@ -221,18 +223,19 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()
-    # Reverse the legend to match the stacked bars, of which the last plotted one is on top.
+    # Reverse the legend, because the last bar of a stack is on top.
     return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)"}
 
 
 def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
-    """Draw when the trainer and the engines of an asynchronous run work during its last steps.
+    """Draw when the trainer and the engines of an asynchronous run were busy, over the last 12 steps. The
+    time axis counts seconds from the start of these steps.
 
-    Seconds count from the first of these steps. A step that trains on the first complete groups waits for
-    them before training; any other step waits at its end, as the engines do.
+    With the ``ready_first`` schedule, the trainer waits for complete groups at the start of a step. Otherwise
+    it waits at the end. Engines always wait at the end.
 
     Returns:
-        The arguments of the legend, as from ``draw_phases``.
+        Keyword arguments for ``axes.legend`` or ``figure.legend``.
     """
     steps = series[STEP].steps[-TIMELINE_STEPS:]
     nothing = Series((), ())

@@ -1,5 +1,5 @@
-"""The file ``launches.jsonl``: when each launch of a run started, from which step, what it restarted, and how
-it ended. ``metrics.jsonl`` cannot record this, because it is truncated on resume."""
+"""The file ``launches.jsonl`` of a run: start, first step, restarts and outcome of each launch. This cannot
+be recorded in ``metrics.jsonl``, which is truncated on resume."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "launches.jsonl"
 FINISHED = "finished"
 ENGINES, WORKERS = "engines", "workers"
-"""Values of ``Restart.what``: only the rollout engines were restarted, or all workers."""
+"""Values of ``Restart.what``: only the rollout engines, or all workers."""
 _LONGEST_REASON = 300
 T = TypeVar("T")
 UnixSeconds = Annotated[float, Field(ge=0, lt=1e12)]
-"""Unix seconds in the range that can be converted to a date."""
+"""Unix seconds in a range that can be converted to a date."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """One restart of workers or engines within the process of a launch.
+    """A restart of workers or engines within a launch.
 
     Attributes:
         what: ``ENGINES`` or ``WORKERS``.
         time: unix seconds.
-        reason: the first line of the error.
-        step: number of finished steps from which all workers continued; None for engines, which lose no
-            steps.
+        reason: first line of the error.
+        step: finished steps from which all workers continued; None for engines, whose restart loses no step.
     """
 
     what: str
@@ -56,15 +55,15 @@ class Launch:
 
     Attributes:
         start: unix seconds.
-        first_step: number of steps that earlier launches had finished; None if the launch ended before it
-            determined this.
-        total_steps: number of the last step of the run; None as for ``first_step``.
+        first_step: number of steps that earlier launches had finished; None if the launch failed before this
+            was known.
+        total_steps: number of the run's last step; None as for ``first_step``.
         host: host name of the driver.
         process: process id of the driver on that host.
-        job_id: Slurm job, or empty.
-        array_task: the job as ARRAY_INDEX if it is a task of an array, or empty.
-        end: unix seconds; None for a launch that is running or was killed.
-        outcome: ``"finished"`` or why it ended; None as for ``end``.
+        job_id: Slurm job id, or empty.
+        array_task: ARRAY_INDEX if the job is a task of a job array, or empty.
+        end: unix seconds; None while the launch is running, or if it was killed.
+        outcome: ``"finished"`` or the reason for its end; None as for ``end``.
         restarts: restarts within the launch, in order.
     """
 
@@ -85,11 +84,11 @@ _LAUNCH, _RESTART = TypeAdapter(Launch), TypeAdapter(Restart)
 
 @dataclass
 class LaunchOutcome:
-    """The outcome that is recorded for a launch, unless an error ends the launch.
+    """The outcome to record when a launch ends without an error.
 
     Attributes:
-        text: the outcome in words.
-        path: path of the file; None if it cannot be written.
+        text: the outcome.
+        path: ``launches.jsonl``; None if the start of the launch could not be written.
     """
 
     text: str = "stopped before its last step"
@@ -100,27 +99,26 @@ class LaunchOutcome:
         self._identity = None if self.path is None else _identity(self.path)
 
     def restarted(self, what: str, error: BaseException, step: int | None = None) -> None:
-        """Record that engines or workers are restarted now; see ``Restart``."""
+        """Record a restart of engines or workers; see ``Restart``."""
         self.write({"restart": {"what": what, "time": time.time(), "reason": _reason(error), "step": step}})
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append a line. Do nothing if the launch's first line was never written or the file has been
-        replaced since, because the line would then be attributed to another launch."""
+        """Append an entry to this launch. No-op if the launch's start was not written or the file has been
+        replaced since, because the entry would be attributed to another launch."""
         if self.path is not None and _identity(self.path) == self._identity is not None:
             _append(self.path, entry)
 
 
-# Launches of this process that are not written yet: for each file, the Unix time in seconds at which the
-# launch began.
+# File -> unix seconds of the start, for launches of this process that are not recorded yet.
 _starting: dict[Path, float] = {}
-# Launches of this process that have not ended, by file.
+# File -> outcome, for launches of this process that are recorded and have not ended.
 _open_launches: dict[Path, LaunchOutcome] = {}
 
 
 @contextmanager
 def recorded_start(run_dir: Path) -> Iterator[None]:
-    """Record a launch that loses a worker or hangs before it reaches ``recorded_launch``. A launch that is
-    refused for another error is not recorded."""
+    """Record a launch that loses a worker or hangs before it reaches ``recorded_launch``. A launch that fails
+    with another error inside the block, such as an invalid configuration, is not recorded."""
     path = run_dir / FILE_NAME
     _starting[path] = time.time()
     try:
@@ -151,24 +149,28 @@ def _start(begun: float) -> dict[str, Any]:
 
 
 def array_task(array: str | None) -> str:
-    """Return the name of this process's task in an array of Slurm jobs, by default empty: tasks have job
-    numbers of their own, and ``sbatch`` prints only that of the array."""
+    """Return the Slurm job array task of this process as ARRAY_INDEX, or an empty string. Tasks have job ids
+    of their own, but ``sbatch`` prints only the id of the array.
+
+    Args:
+        array: job id of the array; None if unknown.
+    """
     task = env.text("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else ""
 
 
 @contextmanager
 def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[LaunchOutcome]:
-    """Record that a launch starts now and, when the context exits, how it ended. If the disk is full, only
-    the record is lost; the run continues.
+    """Record the start of a launch and, at the end of the block, its outcome. If the record cannot be
+    written, the run continues.
 
     Yields:
-        The outcome that will be recorded. Set its text to ``FINISHED`` once the last step is done.
+        The outcome to record. Set its text to ``FINISHED`` after the last step.
     """
     path = run_dir / FILE_NAME
     start = _start(_starting.pop(path, time.time()))
     recorded = _append(path, {**start, "first_step": first_step, "total_steps": total_steps})
-    # Without its own line in the file, this launch's end would be read as the end of the previous launch.
+    # If the start was not written, an end would be attributed to the previous launch.
     outcome = LaunchOutcome(path=path if recorded else None)
     if recorded:
         _open_launches[path] = outcome
@@ -178,22 +180,20 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
         outcome.text = _reason(error)
         raise
     finally:
-        # Skip a launch that has been ended already: its end is in the file.
+        # ``end_open_launches`` may have recorded the end already.
         if _open_launches.pop(path, None) is outcome:
             outcome.write(_end(outcome.text))
 
 
 def end_open_launches(outcome: str) -> None:
-    """Record the outcome of this process's open launches, before the process exits without an error that
-    would record it."""
+    """Record an outcome for this process's open launches, before the process exits without an exception."""
     _end_starting(outcome)
     while _open_launches:
         _open_launches.popitem()[1].write(_end(outcome))
 
 
 def read_launches(run_dir: Path) -> list[Launch]:
-    """Return the launches of a run, oldest first; empty if the run has no such file. Partial lines of a
-    killed launch are skipped.
+    """Return the launches of a run, oldest first; empty if nothing is recorded. Incomplete lines are skipped.
 
     Raises:
         OSError: the file exists but cannot be read.
@@ -210,8 +210,9 @@ def read_launches(run_dir: Path) -> list[Launch]:
             continue
         if isinstance(entry, dict) and "start" in entry:
             found.append({**entry, "restarts": []})
+        # Entries without a start are restarts of the last launch, or its end.
         elif isinstance(entry, dict) and found and "restart" in entry:
-            # Skip a damaged restart, so that it does not invalidate its launch.
+            # A damaged restart must not invalidate its launch.
             if _valid(_RESTART, entry["restart"]) is not None:
                 found[-1]["restarts"].append(entry["restart"])
         elif isinstance(entry, dict) and found:
@@ -220,14 +221,14 @@ def read_launches(run_dir: Path) -> list[Launch]:
 
 
 def restarts_within(launches: Iterable[Launch], what: str) -> int:
-    """Count the restarts of ``ENGINES`` or ``WORKERS`` within launches."""
+    """Count the restarts of a kind (``ENGINES`` or ``WORKERS``) in some launches."""
     return sum(restart.what == what for launch in launches for restart in launch.restarts)
 
 
 def _valid(adapter: TypeAdapter[T], entry: Any) -> T | None:
-    """Validate an entry; return None if a field is missing or has a wrong type, as in a damaged file."""
+    """Convert an entry to its dataclass; return None if a field is missing or has the wrong type."""
     try:
-        # Validate by way of JSON: a strict validation reads its lists as tuples, but refuses lists of Python.
+        # Strict validation accepts a list for a tuple only from JSON, not from Python.
         return adapter.validate_json(json.dumps(entry), strict=True)
     except (ValidationError, RecursionError):
         return None
@@ -239,6 +240,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     lines = str(error).strip().splitlines()
+    # Redact, because errors of other programs may contain passwords.
     return redacted_text(f"{type(error).__name__}: {lines[0] if lines else ''}")
 
 
@@ -247,7 +249,7 @@ def _end(outcome: str) -> dict[str, Any]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file, or None if there is no such file."""
+    """Return the device and inode of a file, or None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -256,10 +258,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> bool:
-    """Append a line, and return whether it was written."""
+    """Append an entry as a line, and return whether that succeeded."""
     try:
         with path.open("ab+") as stream:
-            # Begin a new line if a killed launch left half of one, so that the two do not merge.
+            # A killed launch may have left an incomplete line, so start a new one.
             size = stream.seek(0, os.SEEK_END)
             torn = size > 0 and os.pread(stream.fileno(), 1, size - 1) != b"\n"
             stream.write((b"\n" if torn else b"") + json.dumps(entry).encode() + b"\n")

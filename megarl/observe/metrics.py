@@ -1,4 +1,4 @@
-"""Reduction of a metric's values, one per micro-batch and rank, to one number per step. Pure Python."""
+"""Reduce a metric's values, one per micro-batch and rank, to one number per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 
 class Reduction(Enum):
-    """Reduction of a metric's micro-batch values to its value for the step."""
+    """Rule that combines the values of a metric from all micro-batches to the value of the step."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -19,10 +19,9 @@ class Reduction(Enum):
 
 FAR = 0.05
 MISMATCH_MEAN, MISMATCH_MAX, MISMATCH_SHARE = "mismatch_mean", "mismatch_max", f"mismatch_share_above_{FAR}"
-"""Metrics of the absolute difference, per token, between the log-probabilities of generation and of the
-policy."""
+"""Metrics of the absolute per-token difference between the engine's and the policy's log-probabilities."""
 
-# Every micro-batch reports the same value of these, so that adding them would multiply it.
+# Every micro-batch reports the step's value of these metrics, so a sum would multiply it.
 _REPEATED_NAMES = (
     "lr",
     "wd",
@@ -38,15 +37,12 @@ _REPEATED_NAMES = (
 DEFAULT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {name: Reduction.MEAN for name in _REPEATED_NAMES}
 )
-"""Reductions of well-known metrics that are not sums. A loss need not declare them."""
+"""Reductions of common metrics for which the default (a sum) would be wrong. A loss need not declare them."""
 
 
 def default_reduction(name: str) -> Reduction:
-    """Return the reduction of an undeclared metric: by well-known name, else by suffix (``_min``, ``_max``),
-    else a sum.
-
-    A prefix such as ``train/`` is ignored.
-    """
+    """Return the reduction of a metric that the loss does not declare: from ``DEFAULT_REDUCTIONS``, else by
+    suffix (``_min``, ``_max``), else a sum. Prefixes such as ``train/`` are ignored."""
     bare_name = name.rsplit("/", 1)[-1]
     if bare_name in DEFAULT_REDUCTIONS:
         return DEFAULT_REDUCTIONS[bare_name]
@@ -58,20 +54,20 @@ def default_reduction(name: str) -> Reduction:
 
 
 def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
-    """Reduce the values of one metric to a number.
+    """Reduce the values of a metric to one number.
 
     Args:
-        values: numbers, or zero-dimensional tensors; at least one.
-        reduction: how to combine them. Any NaN among the values gives NaN under every reduction, so that a
-            fault on one rank shows regardless of the order of the ranks.
+        values: numbers or zero-dimensional tensors, at least one.
+        reduction: how to combine them. Any NaN gives NaN, also for MIN and MAX, so that a fault on one rank
+            is visible.
 
     Raises:
-        ValueError: there is no value.
+        ValueError: ``values`` is empty.
     """
     numbers = list(map(float, values))
     if not numbers:
         raise ValueError(f"{reduction.name} of no values is undefined; give at least one value")
-    # Check for NaN first, because Python's min and max keep or lose a NaN depending on its position.
+    # Python's min and max keep or lose a NaN depending on its position.
     if any(map(math.isnan, numbers)):
         return math.nan
     if reduction is Reduction.MIN:
@@ -85,15 +81,15 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
 def reduce_metrics(
     all_mb_metrics: Mapping[str, Sequence[float]], reductions: Mapping[str, Reduction] | None = None
 ) -> dict[str, float]:
-    """Reduce the metrics of micro-batches to those of the step.
+    """Reduce the metrics of all micro-batches to those of the step.
 
     Args:
-        all_mb_metrics: per name, the values of all micro-batches of all data-parallel ranks.
-        reductions: reductions that the loss declares (``loss_fn.metric_reductions``); missing names follow
+        all_mb_metrics: name -> values of all micro-batches of all data-parallel ranks.
+        reductions: reductions that the loss declares (``loss_fn.metric_reductions``); other metrics use
             ``default_reduction``.
 
     Returns:
-        One float per name. A name without values (every micro-batch was skipped) is left out.
+        Name -> value. Metrics without any value (every micro-batch was skipped) are omitted.
     """
     declared = reductions or {}
     return {
@@ -104,8 +100,8 @@ def reduce_metrics(
 
 
 def _exact_sum(numbers: Sequence[float]) -> float:
-    """Return a sum that does not depend on the order of the ranks. Fall back to ``sum`` if ``fsum`` refuses,
-    for infinities of both signs or overflow."""
+    """Return the correctly rounded sum, which is independent of the order of the ranks. ``fsum`` raises on
+    overflow and on infinities of both signs; the plain sum is used then."""
     try:
         return math.fsum(numbers)
     except (ValueError, OverflowError):

@@ -1,5 +1,5 @@
-"""The file ``metrics.jsonl``: one JSON object per line, appended during training, truncated on resume, and
-read by the plots."""
+"""The file ``metrics.jsonl``: one JSON object per step, appended during training, truncated on resume, and
+read by plots and reports."""
 
 from __future__ import annotations
 
@@ -20,56 +20,55 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Writer that appends rows ``{"step": int, "time": unix seconds, name: value, ...}`` to a JSON-lines
-    file.
+    """Appends rows ``{"step": int, "time": unix seconds, name: value, ...}`` to a JSON-lines file.
 
-    Every row is handed to the operating system before ``append`` returns. NaN and infinities have no JSON
-    form, so they are written as null, with a warning in the log.
+    A row is written to the operating system before ``append`` returns. JSON has no NaN and infinity, so these
+    are written as null, with a warning.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` for appending, and remove a partial last line that a killed run may have left.
+        """Open ``path`` for appending. An incomplete last line of a killed run is removed.
 
         Raises:
             OSError: the file cannot be opened.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        # O_APPEND makes every write go to the end, even after the file was truncated.
+        # With O_APPEND, writes go to the end even after the file was truncated.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._drop_partial_line()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row.
+        """Append a row.
 
         Raises:
-            OSError: as for ``append_line``.
+            OSError: as in ``append_line``.
         """
         self.append_line(encoded(row))
 
     def append_line(self, line: bytes) -> None:
-        """Write one row that ``encoded`` has returned.
+        """Append a row that was encoded with ``encoded``.
 
         Raises:
-            OSError: the row could not be written completely; a partial row is removed again.
+            OSError: the row could not be written; an incomplete row is removed again.
         """
         self._find_again()
         size_before = os.fstat(self._descriptor).st_size
         try:
             write_all(self._descriptor, line)
         except OSError:
-            # Remove the partial row: the next one would continue its line, and both would be lost.
+            # The next row would continue the incomplete line, and both would be lost.
             os.ftruncate(self._descriptor, size_before)
             raise
 
     def truncate_after(self, step: int) -> int:
-        """Remove the rows of later steps, and broken ones; return the number of removed rows.
+        """Remove damaged rows and rows of steps after ``step``; return the number of removed rows.
 
-        If they are the last rows, as usual, the file is truncated, which needs no free disk space. Otherwise
-        the file is replaced by an atomic rename.
+        Usually these are the last rows, and the file is truncated, which needs no disk space. Otherwise the
+        file is rewritten and replaced atomically.
 
         Raises:
-            OSError: the file could not be truncated, or its replacement not be written; the old file stays.
+            OSError: the file could not be changed; the old contents stay.
         """
         self._find_again()
         kept: list[bytes] = []
@@ -78,11 +77,12 @@ class MetricsFile:
             for line in stream:
                 row = _parse(line)
                 if row is None or row["step"] > step:
-                    # Remember the number of bytes before the first dropped row. If only the last rows are
-                    # dropped, these are all the kept bytes.
+                    # Remember the bytes before the first dropped row. If they are all the kept bytes in the
+                    # end, only the last rows are dropped.
                     bytes_before_dropped = bytes_before_dropped if dropped else bytes_kept
                     dropped += 1
                 else:
+                    # Keep the line itself, so that its row need not be encoded again.
                     kept.append(line)
                     bytes_kept += len(line)
         if not dropped:
@@ -95,23 +95,23 @@ class MetricsFile:
         return dropped
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file. A second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _find_again(self) -> None:
-        """Write the file again if somebody has removed it, or open its replacement if somebody has replaced
-        it, and log a warning. Otherwise rows would go to a file that nobody reads.
+        """Check that the open file is still the one at ``path``. If it was deleted, write it again; if it was
+        replaced, open the new one. Otherwise rows would go to a file that nobody reads.
 
         Raises:
-            OSError: the file cannot be opened or written again.
+            OSError: the file cannot be opened or written.
         """
         try:
             there = os.stat(self.path)
         except FileNotFoundError:
             size = os.fstat(self._descriptor).st_size
-            # The open descriptor can still read a file that was removed.
+            # A deleted file can still be read through its open descriptor.
             self._replace([os.pread(self._descriptor, size, 0)])
             logger.warning(
                 "%s was removed during the run; it was written again, with all its rows", self.path
@@ -125,13 +125,13 @@ class MetricsFile:
             )
 
     def _open_again(self) -> None:
-        # Open the new descriptor before the old one is closed, so that an error leaves a usable one.
+        # Open first, so that an error leaves a usable descriptor.
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         os.close(self._descriptor)
         self._descriptor = descriptor
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Replace the file's content by an atomic rename."""
+        """Replace the file atomically by one with these lines."""
         with whole_file(self.path, durable=True) as stream:
             stream.writelines(lines)
         self._open_again()
@@ -145,22 +145,22 @@ class MetricsFile:
 
 
 def metrics_files(directory: Path) -> list[Path]:
-    """Return the metrics files of a run, without those that a launch set aside when it started over."""
+    """Return the metrics files in a run directory, except those that were renamed when the run was started
+    over."""
     return sorted(path for path in directory.glob("metrics*.jsonl") if ".before-" not in path.name)
 
 
 def encoded(row: Mapping[str, Any]) -> bytes:
-    """Encode a row as a line of the file."""
-    # Set allow_nan=False, because Python would write NaN, which other readers of JSON refuse.
+    """Encode a row as a JSON line."""
+    # By default Python writes NaN, which is not JSON.
     return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics file in file order. A broken last line (the run was killed while writing
-    it) is skipped.
+    """Return all rows of a metrics file. An incomplete last line, which a killed run may leave, is skipped.
 
     Raises:
-        DataError: the file is missing or has no row, or a line before the last one is broken.
+        DataError: the file is missing or has no row, or a line before the last one is damaged.
     """
     rows = list(stream_metrics(path))
     if not rows:
@@ -171,11 +171,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows one by one, since the file of a long run is larger than what callers keep of it. A file
-    without a complete row yields nothing.
+    """Yield the rows of a metrics file one by one, because a long run's file is large. No row is no error
+    here.
 
     Raises:
-        DataError: as for ``read_metrics``, except for an empty file.
+        DataError: as in ``read_metrics``, except for an empty file.
     """
     try:
         with path.open("rb") as stream:
@@ -200,14 +200,16 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         row = _parse(line)
         if row is not None:
             yield row
+        # A broken line is tolerated only at the end, where a killed run leaves it. So report it with the next
+        # line.
         elif line.endswith(b"\n"):
             broken = number, line.rstrip()
         else:
-            return  # This is the end of the file as it was read; a live run may have written more rows since.
+            return  # End of the file; a live run may have written more since.
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the row on a line, or None if the line is broken."""
+    """Decode a row; return None if the line is damaged."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

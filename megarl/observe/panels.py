@@ -1,5 +1,4 @@
-"""The panels of a report: the metrics they show, of one run or of several runs overlaid, and their pictures
-as SVG."""
+"""Panels of a report as SVG: the metrics of each panel, and how they are plotted for one run or several."""
 
 from __future__ import annotations
 
@@ -36,15 +35,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# Line styles that distinguish the curves of a panel in which the colour stands for the run.
+# With several runs the colour identifies the run, so the curves of a panel differ in line style.
 _LINES = ("-", ":", "-.")
 
 Runs = Mapping[str, Mapping[str, Series]]
-"""All metrics of each run, by the run's label."""
-# Replace these colours by ones that follow the page's theme, light or dark.
+"""Label of a run -> metric name -> curve."""
+# Colours to replace in the SVG by CSS values that follow the page's light or dark theme.
 _OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
-# On a phone of 390 pixels, which leaves 320 for a picture, one point of the picture is one pixel. On larger
-# screens it is more.
+# In inches, at 72 points per inch. A phone of 390 pixels leaves 320 for a plot, so there a point is one
+# pixel.
 _WIDTH, _HEIGHT, _LINE = 320 / 72, 200 / 72, 15 / 72
 _STYLE: dict[str, Any] = {
     "font.size": 11.5,
@@ -64,7 +63,7 @@ _RUN_COLOURS = (
 )
 _IDLE = f"timing/{ENGINE_IDLE}_s"
 _RUN_LUMINANCES = (0.16, 0.27)
-# Maximum number of characters in a line of text of a picture.
+# Maximum number of characters that fit into a line of a plot.
 _MOST_CHARACTERS = 44
 
 
@@ -72,8 +71,11 @@ _MOST_CHARACTERS = 44
 class Curve:
     """A curve of a panel.
 
-    It has the metrics that it may come from and a name. A ``sparse`` curve is drawn with points, dashed if
-    several runs are overlaid. A ``plain`` curve is drawn without a running mean.
+    Attributes:
+        metrics: names of the metric; the first that a run has is shown.
+        name: label in the legend.
+        sparse: has few values: plotted with markers, and dashed if several runs are compared.
+        plain: plotted without a running mean.
     """
 
     metrics: tuple[str, ...]
@@ -84,10 +86,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel: its title, the unit of its axis, and its curves.
+    """A plot with one or more curves.
 
-    With ``fraction`` the axis spans 0 to 1 if all values are within that range; with ``from_zero`` it begins
-    at 0. With ``zero_is_absent`` a metric that is 0 at every step is treated as not computed.
+    Attributes:
+        title: title, and key in the result of ``draw_all``.
+        unit: label of the vertical axis.
+        curves: the curves.
+        fraction: the vertical axis spans 0 to 1 if all values are in that range.
+        from_zero: the vertical axis begins at 0 if no value is negative.
+        zero_is_absent: a metric that is 0 at every step counts as not computed.
     """
 
     title: str
@@ -106,7 +113,7 @@ class Panel:
         return None
 
     def is_shown(self, series: Mapping[str, Series]) -> bool:
-        """Return whether a run has any of the panel's curves."""
+        """Return whether a run has at least one curve of the panel."""
         return any(self.shown(curve, series) for curve in self.curves)
 
 
@@ -249,12 +256,15 @@ PANELS = (
 
 @plain_text()
 def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
-    """Return the pictures of a report by title, as SVG: every panel that has something to show, the time by
-    phase and, for a single asynchronous run, the timeline of trainer and engines.
+    """Draw all plots of a report: each panel that has data, the time by phase and, for a single asynchronous
+    run, the timeline of trainer and engines.
 
     Args:
-        runs: one run, or several that are overlaid.
-        restarts: steps after which a single run was restarted.
+        runs: one run, or several to compare.
+        restarts: steps at which a single run was restarted; marked by vertical lines.
+
+    Returns:
+        Title -> SVG.
 
     Raises:
         MegarlError: matplotlib is not installed.
@@ -269,7 +279,7 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
                 handles = draw_panel(axes, panel, runs)
                 for number, step in enumerate(restarts):
                     line = axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart")
-                    # Give all restarts one common entry in the legend.
+                    # All restarts share one legend entry.
                     handles += [line] if number == 0 else []
                 finish_axes(axes, panel.unit)
                 _set_legend(figure, handles, [str(handle.get_label()) for handle in handles])
@@ -299,12 +309,8 @@ def _draw_timing(runs: Runs) -> str:
 
 
 def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
-    """Draw a panel's curves for all runs. With several runs the legend's handles distinguish the kinds of
-    curves only, and the page explains the colours of the runs.
-
-    Returns:
-        The handles of the legend.
-    """
+    """Draw a panel's curves for all runs, and return the handles of the legend. With several runs the legend
+    shows only the line styles, because the page explains the colours."""
     drawn: list[float] = []
     kinds: dict[int, Line2D] = {}
     for run_colour, series in zip(run_colours(len(runs)), runs.values(), strict=True):
@@ -322,15 +328,21 @@ def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
 
 
 def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
-    """Set the range and the number format of the vertical axis."""
+    """Set the range and number format of the vertical axis.
+
+    Args:
+        axes: axes of the panel.
+        panel: the panel.
+        low: smallest value.
+        high: largest value.
+    """
     if panel.fraction and low >= 0 and high <= 1:
-        # Extend the range a little, so that lines along 0 and 1 are shown with their full width.
+        # Lines at exactly 0 and 1 would be half hidden by the border.
         axes.set_ylim(-0.03, 1.03)
     elif panel.from_zero and low >= 0:
         axes.set_ylim(0, high * 1.08 or 1.0)
     elif high - low <= 1e-6 * max(abs(high), abs(low), 1e-6):
-        # Widen the range of a constant: an axis that spans its last digit would show rounding as if it were a
-        # trend.
+        # Around a constant, the axis would magnify rounding errors to a trend.
         margin = 0.05 * (abs(high) or 1.0)
         axes.set_ylim(low - margin, high + margin)
     if 0 < high < 1e-3 and low >= 0:
@@ -344,8 +356,8 @@ def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
 def _set_legend(
     figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None
 ) -> None:
-    """Add a legend above the axes, where it never covers a curve, and enlarge the figure for it. The legend
-    has two columns if its labels are short enough."""
+    """Add a legend above the axes, where it cannot cover a curve, and enlarge the figure accordingly. Short
+    labels are put into two columns."""
     half = -(-len(labels) // 2)
     width = max(map(len, labels[:half]), default=0) + max(map(len, labels[half:]), default=0)
     columns = 2 if title and width < _MOST_CHARACTERS - 4 else 1
@@ -389,8 +401,15 @@ def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
 def _draw_beside_others(
     axes: Axes, curve: Curve, series: Series, colour: str, solid_or_broken: str
 ) -> Line2D:
-    """Draw the curve of one of several runs. The colour identifies the run, and the line style distinguishes
-    the curves of a panel."""
+    """Draw a curve of one of several runs, and return its line.
+
+    Args:
+        axes: axes of the panel.
+        curve: how to draw it.
+        series: its values.
+        colour: identifies the run.
+        solid_or_broken: line style that identifies the curve.
+    """
     steps, values = _few_points(series)
     label, window = curve.name, 1 if curve.sparse or curve.plain else smoothing_window(len(values))
     if len(values) < len(series.values):
@@ -406,7 +425,7 @@ def _draw_beside_others(
 
 
 def _few_points(series: Series) -> tuple[Sequence[float], Sequence[float]]:
-    """Return all points of a curve, or the means of bins of a long one."""
+    """Return the steps and values of a curve; a long curve is reduced to the means of bins."""
     if len(series.steps) <= MOST_POINTS:
         return series.steps, series.values
     steps, values, *_ = thinned(series, MOST_POINTS)
@@ -425,15 +444,16 @@ def _without_colour(line: Line2D) -> Line2D:
 
 
 def _compare_phases(axes: Axes, runs: Runs) -> None:
-    """Draw the mean seconds of each phase as stacked bars, one bar per run."""
+    """Draw one bar per run, stacked from the mean seconds of each phase."""
     runs = {
         label: {name: of_training(curve) for name, curve in series.items()} for label, series in runs.items()
     }
     names = list(dict.fromkeys(chain.from_iterable(map(phase_names, runs.values()))))
     positions = range(len(runs))
-    # Use means per step, so that runs of different lengths can be compared.
+    # Divide by the number of steps, so that runs of different lengths are comparable.
     counts = list[int]()
     for series in runs.values():
+        # Without the step's total, the longest phase gives the number of steps.
         counted = [STEP] if STEP in series else phase_names(series)
         counts.append(max(len(series[name].steps) for name in counted))
     left = [0.0] * len(runs)
@@ -454,9 +474,9 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
         axes.annotate(
             f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center"
         )
-    # Write the names above the bars, where names of any length fit.
+    # Above the bars, a name of any length fits.
     for position, name in zip(positions, runs, strict=True):
-        # Keep the names out of the layout, because a long one would shrink the axes.
+        # A long name would shrink the axes if it took part in the layout.
         shown = name if len(name) <= _MOST_CHARACTERS else f"\u2026{name[1 - _MOST_CHARACTERS :]}"
         axes.annotate(shown, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(
             False
@@ -469,24 +489,23 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
 
 
 def run_colours(count: int) -> list[str]:
-    """Return one colour per run. If there are more runs than named colours, the hues are spread over the
-    colour circle and alternate between darker and lighter."""
+    """Return a colour for each run. For more runs than named colours, hues are spread evenly and alternate
+    between dark and light."""
     if count <= len(_RUN_COLOURS):
         return list(_RUN_COLOURS[:count])
     return [_colour_of_luminance(index / count, _RUN_LUMINANCES[index % 2]) for index in range(count)]
 
 
 def _colour_of_luminance(hue: float, luminance: float) -> str:
-    """Return the colour of a hue in [0, 1) with the given relative luminance (WCAG 2), so that it is visible
-    on light and dark pages."""
+    """Return the hex colour with a hue in [0, 1) and the given relative luminance (WCAG 2), so that it is
+    visible on light and dark pages."""
     shades = (colorsys.hls_to_rgb(hue, percent / 100, 0.6) for percent in range(100))
     nearest = min(shades, key=lambda shade: abs(relative_luminance(shade) - luminance))
     return "#" + "".join(f"{round(255 * part):02x}" for part in nearest)
 
 
 def relative_luminance(shade: tuple[float, float, float]) -> float:
-    """Return the relative luminance of an sRGB colour, as WCAG 2 defines it; its three components are in [0,
-    1]."""
+    """Return the relative luminance of an sRGB colour with components in [0, 1], as defined by WCAG 2."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shade]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -499,15 +518,19 @@ def _figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """Return the figure as an SVG element for a page: with the page's colours, text kept as text, ids unique
-    to the picture, and no XML prologue."""
+    """Return a figure as an SVG element for a page: theme colours, selectable text, and no XML prologue.
+
+    Args:
+        figure: the figure.
+        title: makes the ids of the SVG unique within the page.
+    """
     import matplotlib
 
     buffer = io.StringIO()
-    # Derive matplotlib's ids from the title: from its random salt they would differ each time, and from a
-    # fixed one they would be equal in two pictures.
+    # matplotlib's ids depend on a salt. The default is random, so output would differ each time; a constant
+    # would give two plots the same ids.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        # Write neither date nor version, so that the same curves give the same bytes.
+        # Omit date and version, so that equal curves give equal bytes.
         figure.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )

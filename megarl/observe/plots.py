@@ -1,4 +1,4 @@
-"""Plots of the curves of a run, or of several runs with different seeds, from their ``metrics.jsonl``."""
+"""Plots of a run's metrics, or of several runs with different seeds, as PNG files."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Use names with a prefix, which `compare_runs` removes for the axis.
+# ``compare_runs`` removes the prefix for the label of the axis, so only names with one are usable.
 _REWARDS = tuple(name for name in REWARD_NAMES if "/" in name)
-# Title and panels of each of a run's pictures.
+# File name -> (title, titles of its panels).
 _PICTURES = {"reward.png": ("Reward", ("Reward",)), "loss.png": ("Loss", ("Loss", "Gradient norm"))}
 
 
 @plain_text()
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Plot a run's curves into its directory.
+    """Plot a run's metrics to PNG files in its directory.
 
-    The plots are panels of the report: ``reward.png`` (reward of the samples and validation accuracy),
-    ``loss.png`` (loss, validation loss, gradient norm) and ``timing.png`` (seconds of every phase, stacked).
-    A plot without data is left out. If the directory has several ``metrics*.jsonl``, they are read as one
-    run, and the later row of a step wins. If it has none but its subdirectories are runs, each of them is
-    plotted.
+    Writes ``reward.png`` (reward and validation accuracy), ``loss.png`` (losses and gradient norm) and
+    ``timing.png`` (stacked seconds of the phases); plots without data are omitted. Several ``metrics*.jsonl``
+    are merged, and later rows of a step win. If the directory is not a run but its subdirectories are, each
+    of these is plotted.
 
     Returns:
-        The files written.
+        The written files.
 
     Raises:
         DataError: there is no metrics file, or it has nothing to plot.
@@ -54,6 +53,7 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     directory = Path(run_dir)
     files = metrics_files(directory)
     if not files:
+        # This may be a directory of several runs.
         children = sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")})
         if not children:
             raise DataError(
@@ -86,11 +86,11 @@ def plot_run(run_dir: str | Path) -> list[Path]:
 
 @plain_text()
 def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
-    """Plot the validation accuracy (else the reward) of several seeds of one recipe, with their mean over
-    common steps.
+    """Plot the validation accuracy (or else the reward) of runs with different seeds, and their mean at the
+    steps that all runs have.
 
     Raises:
-        DataError: no run is given, a run has no metrics file, or the runs do not share a metric to compare.
+        DataError: there is no run, a run has no metrics file, or the runs have no such metric in common.
         MegarlError: matplotlib is not installed.
     """
     runs = {str(run_dir): collect_series(read_metrics(Path(run_dir) / FILE_NAME)) for run_dir in run_dirs}
@@ -114,6 +114,7 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
             label=labels[run_dir],
         )
     mean = mean_over_runs([series[metric] for series in runs.values()])
+    # Runs with different validation intervals may have no common step.
     if len(runs) > 1 and mean.steps:
         axes.plot(
             mean.steps,
@@ -128,7 +129,7 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    """Write a PNG atomically, so that a viewer never opens a partial picture."""
+    """Write a PNG file atomically, so that a viewer never opens an incomplete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         figure.savefig(file, format="png")

@@ -1,7 +1,7 @@
-"""Progress of long work that has no steps, such as the phases of a start, or an export.
+"""Progress display for long work without steps, such as the start of a run or an export.
 
-On a terminal the current phase is one live line; elsewhere a plain line is written every few seconds. Each
-finished phase leaves one line with what was done and how long it took.
+A terminal shows the current phase as a live line; elsewhere a plain line is written every few seconds. At its
+end each phase leaves one line with its result and duration.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megarl.observe.step_line import format_seconds
 logger = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-"""Seconds between two plain lines of a phase, if no terminal shows the phase live."""
+"""Default seconds between two plain lines of a phase."""
 
 
 class Phase:
-    """One running phase.
+    """A running phase. The caller updates ``done`` and ``detail``.
 
     Args:
         title: a word or two.
-        unit: the unit that is counted, in the plural; empty if nothing is counted.
-        total: number of units in all; None if it is unknown.
+        unit: plural noun of what is counted; empty if nothing is.
+        total: number of units; None if unknown.
 
     Attributes:
-        rest_s: remaining seconds, if the caller knows better than an estimate from the mean pace.
+        rest_s: remaining seconds, if the caller has a better estimate than the mean pace.
     """
 
     def __init__(self, title: str, unit: str = "", total: int | None = None) -> None:
@@ -45,30 +45,31 @@ class Phase:
         self.rest_s: float | None = None
 
     def advance(self, number: int = 1) -> None:
-        """Add ``number`` to the units done."""
+        """Add to the number of finished units."""
         self.done += number
 
     def text(self) -> str:
-        """Return title, count and detail, without the time."""
+        """Return title, count and detail, without times."""
         counted = f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}"
         parts = [f"{counted} {self.unit}" if self.unit else "", self.detail]
         progress = ", ".join(filter(None, parts))
         return f"{self.title}: {progress}" if progress else self.title
 
     def time(self) -> str:
-        """Return the elapsed time and, once some units are done, the estimated remaining time."""
+        """Return the elapsed time and, once a unit is finished, the estimated remaining time."""
         elapsed = time.monotonic() - self.begun
         rest_s = self.rest_s
         if rest_s is None and self.done:
+            # Extrapolate from the mean pace.
             rest_s = elapsed / self.done * max((self.total or 0) - self.done, 0)
         return format_seconds(elapsed) + (f", ETA {format_seconds(rest_s)}" if rest_s else "")
 
 
 class ProgressConsole:
-    """Display of the running phases, which may be nested.
+    """Shows the running phases, which may be nested.
 
     Args:
-        console: where to write; standard output if None.
+        console: output; None for standard output.
         every_s: seconds between two plain lines.
     """
 
@@ -80,23 +81,23 @@ class ProgressConsole:
         self._is_closed = False
 
     def say(self, text: str, style: str = "dim") -> None:
-        """Write one line."""
+        """Write a line."""
         if self._is_closed:
             return
         try:
             self._console.print(Text(text, style=style), soft_wrap=True)
-        # rich responds to a closed pipe with SystemExit, but the run has to continue without an observer.
+        # rich raises SystemExit when the pipe is closed, but the run must continue.
         except (OSError, SystemExit) as error:
             self._is_closed = True
             logger.warning("nothing more is shown, the console cannot be written: %s", error)
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, *, is_told: bool = True) -> Iterator[Phase]:
-        """Show a phase while the context is active.
+        """Show a phase during the block.
 
         Args:
-            phase: the phase to show.
-            is_told: leave a line about the phase at its end.
+            phase: the phase.
+            is_told: write a line with the result and duration at the end.
         """
         self._open.append(phase)
         try:
@@ -111,7 +112,7 @@ class ProgressConsole:
     def _live_line(self, phase: Phase) -> Iterator[None]:
         if self._live is None:
             columns = SpinnerColumn(), _PhaseText(), _PhaseBar(), _PhaseTime()
-            # Make the display transient: what remains of a phase is the line that phase() writes at its end.
+            # Transient: only the final line that ``phase`` writes remains.
             self._live = Progress(*columns, console=self._console, transient=True)
             self._live.start()
         live = self._live
@@ -119,10 +120,10 @@ class ProgressConsole:
         try:
             yield
         finally:
-            # Ignore errors, because the terminal may be gone.
+            # The terminal may be gone.
             with contextlib.suppress(OSError):
                 live.remove_task(task)
-                # The outermost phase started the live display, and therefore ends it.
+                # Nested phases share the live display, so only the outermost one stops it.
                 if len(self._open) == 1:
                     self._live = None
                     live.stop()
@@ -138,25 +139,25 @@ class ProgressConsole:
             yield
         finally:
             ended.set()
-            # Wait for the thread, so that no line follows the one that ends the phase.
+            # Join the thread, so that it writes no line after the final one.
             teller.join()
 
     def _tell(self, phase: Phase, ended: threading.Event) -> None:
         while not ended.wait(self._every_s):
-            # If phases are nested, only the innermost one reports.
+            # Only the innermost phase writes progress lines.
             if self._open[-1:] == [phase]:
                 self.say(f"{phase.text()} ... {phase.time()}")
 
 
 class _PhaseText(ProgressColumn):
-    """Column with the text of a phase at the time of drawing."""
+    """Column with the current text of a phase."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["phase"].text())
 
 
 class _PhaseBar(ProgressColumn):
-    """Column with the bar of a phase whose total is known; empty for any other phase."""
+    """Column with a progress bar; empty for a phase whose total is unknown."""
 
     def render(self, task: Task) -> RenderableType:
         phase: Phase = task.fields["phase"]
@@ -164,7 +165,7 @@ class _PhaseBar(ProgressColumn):
 
 
 class _PhaseTime(ProgressColumn):
-    """Column with the elapsed time of a phase, and its remaining time if that is known."""
+    """Column with the elapsed and remaining time."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["phase"].time())
@@ -175,8 +176,8 @@ _shown: list[ProgressConsole] = []
 
 @contextlib.contextmanager
 def progress_shown(console: ProgressConsole) -> Iterator[ProgressConsole]:
-    """Show the phases that begin inside the context. Outside of such a context, as in a library, nothing is
-    shown."""
+    """Show the phases that start inside the block. Without such a block, as when megarl is used as a library,
+    phases are silent."""
     _shown.append(console)
     try:
         yield console
@@ -186,7 +187,7 @@ def progress_shown(console: ProgressConsole) -> Iterator[ProgressConsole]:
 
 @contextlib.contextmanager
 def phase(title: str, unit: str = "", total: int | None = None, *, is_told: bool = True) -> Iterator[Phase]:
-    """Show the context as a phase, if a console shows progress. The arguments are those of ``Phase`` and
+    """Run the block as a phase, shown if a ``progress_shown`` block is active. Arguments as in ``Phase`` and
     ``ProgressConsole.phase``."""
     if not _shown:
         yield Phase(title, unit, total)
@@ -196,6 +197,6 @@ def phase(title: str, unit: str = "", total: int | None = None, *, is_told: bool
 
 
 def note(text: str) -> None:
-    """Write a line, if a console shows progress."""
+    """Write a line if a ``progress_shown`` block is active."""
     if _shown:
         _shown[-1].say(text)

@@ -1,7 +1,7 @@
-"""Sample files of a run, ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl``, with one
-JSON object per sample.
+"""Sample files of a run, ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl``, one JSON
+object per sample.
 
-A separate thread writes them. If it cannot write, samples are lost, but the run continues.
+A thread writes them. If it fails, samples are lost but the run continues.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from converters.files.atomic import whole_file
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "samples"
-"""Name of the directory of the sample files, below the run's directory."""
+"""Name of the directory of sample files, inside the run directory."""
 
 TRAIN, VALIDATION = "train", "validation"
-"""Kinds of sample files."""
+"""Kinds of sample files; each begins a file name."""
 
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-"""Characters that a terminal may interpret, that change the direction of text, or that are not text; tab and
-line feed are not included."""
+"""Control characters that a terminal may interpret, characters that change the direction of text, and lone
+surrogates; tab and line feed are allowed."""
 
 Then = Callable[[str, int, Sequence[Mapping[str, Any]]], None]
-"""Callback that takes the samples of a step: kind, step, rows."""
+"""Callback for the samples of a step: (kind, step, rows)."""
 
 _NAME = re.compile(rf"({TRAIN}|{VALIDATION})_step_(\d+)\.jsonl")
 _MOST_WAITING = 4
@@ -41,21 +41,20 @@ _PATIENCE_S = 10.0
 
 
 class SampleFiles:
-    """Writer of the sample files of a training run.
+    """Writes the sample files of a run in a background thread.
 
-    ``write`` queues rows and returns at once. If the disk is full, slow or gone, the samples of a step are
-    lost: the first loss is logged as a warning, and ``close`` logs how many there were.
+    ``write`` queues samples and returns at once. If the disk is full, hangs or is slower than training,
+    samples are lost. The first loss is logged at once, and ``close`` logs the number of losses.
     """
 
     def __init__(
         self, directory: Path, most_files: int | None = None, patience_s: float = _PATIENCE_S
     ) -> None:
         """Args:
-        directory: directory of the files; created when the first samples are written.
-        most_files: maximum number of files of each kind; the oldest one and the newest ones are kept.
-            None keeps all.
-        patience_s: seconds that ``flush`` and ``close`` wait for a disk.
-        """
+        directory: directory for the files; created at the first write.
+        most_files: maximum number of files of each kind: the oldest and the newest ones are kept. None
+            keeps all.
+        patience_s: seconds that ``flush`` and ``close`` wait for the disk."""
         self._directory, self._most_files, self._patience_s = directory, most_files, patience_s
         self._waiting: deque[tuple[str, int, Sequence[Mapping[str, Any]], Then | None]] = deque()
         self._changed = threading.Condition()
@@ -67,17 +66,17 @@ class SampleFiles:
     def write(
         self, kind: str, step: int, rows: Sequence[Mapping[str, Any]], then: Then | None = None
     ) -> None:
-        """Queue the samples of a step for writing; they replace any earlier samples of that step.
+        """Queue the samples of a step. They replace an earlier file of that step.
 
         Args:
             kind: ``TRAIN`` or ``VALIDATION``.
-            step: step of the run.
-            rows: rows that JSON can represent; the caller must not change them afterwards.
-            then: called by the thread with ``kind``, ``step`` and ``rows`` once they are written or writing
-                has failed, for other slow work with the samples.
+            step: number of the training step.
+            rows: JSON-compatible samples; must not be changed afterwards.
+            then: called by the thread after the write, even a failed one, for other slow work such as
+                uploads.
         """
         with self._changed:
-            # Rows that find no room in the queue are lost, because a step must never wait for a disk.
+            # If the queue is full, drop the samples, because a step must not wait for the disk.
             full = len(self._waiting) >= _MOST_WAITING
             if not full and not self._closed:
                 self._waiting.append((kind, step, rows, then))
@@ -88,13 +87,13 @@ class SampleFiles:
                 f"{_MOST_WAITING} steps wait"
             )
         elif self._thread is None:
-            # Use a daemon thread, so that a disk that does not respond cannot keep the process from ending.
+            # A daemon thread cannot keep the process alive when the disk hangs.
             self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait at most ``patience_s`` until all queued samples are on disk. Do not wait again for a disk that
-        has hung before."""
+        """Wait up to ``patience_s`` until all queued samples are on disk. Returns at once if the previous
+        wait timed out and the disk still hangs."""
         with self._changed:
             self._stalled = not self._changed.wait_for(
                 lambda: not self._waiting, 0.0 if self._stalled else self._patience_s
@@ -103,7 +102,7 @@ class SampleFiles:
             self._lose(f"they were not written to disk within {self._patience_s:g} s")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the files of later steps, which will be computed again, and temporary files of a
+        """Delete the files of steps after ``step``, which a resumed run repeats, and temporary files of a
         killed run."""
         try:
             late = list(self._directory.glob(".*.tmp"))
@@ -117,7 +116,7 @@ class SampleFiles:
             )
 
     def close(self) -> None:
-        """Flush, and end the thread; a second call does nothing."""
+        """Flush, and end the thread. A second call does nothing."""
         if self._closed:
             return
         self.flush()
@@ -136,7 +135,7 @@ class SampleFiles:
         self.close()
 
     def _write_all(self) -> None:
-        """Run the thread: write queued samples until the writer is closed."""
+        """Write queued samples until the writer is closed; runs in the thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -145,8 +144,7 @@ class SampleFiles:
                 kind, step, rows, then = self._waiting[0]
             try:
                 self._directory.mkdir(exist_ok=True)
-                # Write durably, because flush promises that samples are on the disk before the checkpoint of
-                # their step.
+                # Flush to disk, because the checkpoint of a step may only become visible after its samples.
                 with whole_file(self._directory / f"{kind}_step_{step}.jsonl", durable=True) as stream:
                     stream.writelines(map(_line, rows))
                 self._prune(kind)
@@ -159,8 +157,7 @@ class SampleFiles:
                 self._lose(
                     f"another receiver of those of step {step} fails ({type(error).__name__}: {error})"
                 )
-            # Remove the entry only after it is written, because flush also waits for rows that are being
-            # written.
+            # Remove the entry after the write, because ``flush`` waits until the queue is empty.
             with self._changed:
                 self._waiting.popleft()
                 self._stalled = False
@@ -168,8 +165,8 @@ class SampleFiles:
 
     def _prune(self, kind: str) -> None:
         if self._most_files is not None:
-            # Keep the first file, which shows how the run began. A slice up to -0 would be empty, whereas
-            # None means the end.
+            # Keep the first file, because it shows how the run began. ``or None`` is needed because a slice
+            # up to -0 is empty.
             for _, path in list_samples(self._directory, kind)[1 : -(self._most_files - 1) or None]:
                 path.unlink(missing_ok=True)
 
@@ -184,8 +181,8 @@ class SampleFiles:
 
 
 def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
-    """Return the steps and files of one kind, in ascending order of steps; empty if there is no such
-    directory.
+    """Return (step, file) of all samples of a kind, in ascending order; empty if the directory does not
+    exist.
 
     Raises:
         OSError: the directory cannot be read.
@@ -203,15 +200,14 @@ def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the samples of a file. Lines that are not samples, for example after manual editing, are skipped
-    with a warning.
+    """Return the samples in a file. Other lines, as from manual editing, are skipped with a warning.
 
     Raises:
         OSError: the file cannot be read.
     """
     rows: list[dict[str, Any]] = []
     damaged = 0
-    # Split at line feeds only, because texts may hold other characters that Python regards as line ends.
+    # ``splitlines`` would also split at other characters inside the texts.
     for line in path.read_bytes().split(b"\n"):
         row = _parse(line) if line.strip() else None
         if row is not None:
@@ -224,10 +220,11 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return the text; if it is longer than ``limit`` characters, replace its middle by a note, since the end
-    of a response matters most."""
+    """Shorten a text to ``limit`` characters plus a note, by removing its middle. The end of a response
+    matters most, so it is kept."""
     if len(text) <= limit:
         return text
+    # Both ends matter: the beginning shows the approach, the end the answer.
     head = limit // 2
     return (
         f"{text[:head]}\n[... {len(text) - limit:,} characters left out "
@@ -237,8 +234,7 @@ def shorten(text: str, limit: int) -> str:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        # Read NaN and Infinity as None: Python accepts them, but they are not JSON, and a user may have
-        # edited the file.
+        # Python accepts NaN and Infinity, which are not JSON; a user may have edited the file.
         row = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None
@@ -247,7 +243,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    """Encode a row as a JSON line. Letters of all languages are kept and the characters of ``UNSAFE`` are
-    escaped, so that ``cat`` can show the line."""
+    """Encode a sample as a JSON line. Letters of all languages stay readable, and characters of ``UNSAFE``
+    are escaped, so that a terminal can show the line."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"

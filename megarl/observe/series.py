@@ -1,4 +1,4 @@
-"""Curves over training steps, built from the rows of a metrics file. Pure Python."""
+"""Metrics as curves over the training steps, built from the rows of a metrics file."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over a run: ``values[i]`` belongs to ``steps[i]``. Steps are strictly ascending, and values
+    """Values of one metric: ``values[i]`` was logged at ``steps[i]``. Steps are strictly ascending; values
     are finite."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
     def on(self, steps: Sequence[int]) -> list[float]:
-        """Return the values at ``steps``, with 0 for steps where the metric was not logged."""
+        """Return the values at some steps, with 0 where the metric was not logged."""
         known = dict(zip(self.steps, self.values, strict=True))
         return [known.get(step, 0.0) for step in steps]
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """The metrics of a run, read from its rows.
+    """All metrics of a run.
 
     Attributes:
-        series: every numeric metric as a curve.
-        not_finite: metrics whose newest value is null, NaN or infinite, each with the step at which this
-            began.
-        last_time: unix seconds of the last row; None if the row has no time.
+        series: numeric metrics by name.
+        not_finite: metrics whose newest value is null, NaN or infinite -> step since which this is so.
+        last_time: unix seconds of the last row; None if it has no time.
     """
 
     series: Mapping[str, Series]
@@ -40,17 +39,13 @@ class Log:
 
 
 def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
-    """Return every numeric metric of the rows as a curve.
-
-    If two rows give the same metric for the same step, the later row wins. Null, NaN and infinite values are
-    gaps.
-    """
+    """Return the numeric metrics of the rows as curves. Later rows of a step win; null, NaN and infinite
+    values are omitted."""
     return dict(collect_log(rows).series)
 
 
 def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
-    """Collect the curves of the rows, and the information that is not in curves. The rows are read once, one
-    by one, and only their numbers are kept."""
+    """Collect the curves and further facts from the rows. The rows are read once and not kept."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     not_finite: dict[str, int] = {}
     last_time: float | None = None
@@ -59,6 +54,7 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
         last_time = _finite(row.get("time"))
         for name, value in row.items():
             if (
+                # bool is a subclass of int, but is not a metric.
                 name in ("step", "time")
                 or isinstance(value, bool)
                 or not isinstance(value, int | float | None)
@@ -68,18 +64,19 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
             if number is None:
                 not_finite.setdefault(name, step)
                 continue
+            # A finite value ends an earlier period without one.
             not_finite.pop(name, None)
             steps, values = points.setdefault(name, ([], []))
             steps.append(step)
             values.append(number)
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
-    # Remove the points one by one, so that a long run's points are never in memory twice.
+    # Pop the points, so that a long run's points are not in memory twice.
     series = {name: _series(*points.pop(name), same) for name in list(points)}
     return Log(series, not_finite, last_time)
 
 
 def _finite(value: Any) -> float | None:
-    """Convert a value to a finite float; return None if that is not possible."""
+    """Return a value as a finite float, or None."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -90,27 +87,31 @@ def _finite(value: Any) -> float | None:
 def _series(
     steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]
 ) -> Series:
-    """Build a curve from points in file order. Metrics with equal steps share one tuple of steps."""
-    # A resumed run may write a step again; the dict keeps the later row of it.
+    """Build a curve from points in file order. Curves with equal steps share one tuple, to save memory.
+
+    Args:
+        steps: step of each point.
+        values: value of each point.
+        same: tuples of steps that earlier curves use.
+    """
+    # A resumed run may log a step again; the dict keeps the later value.
     if any(later <= earlier for earlier, later in pairwise(steps)):
         return _sorted_series(dict(zip(steps, values, strict=True)))
+    # Share the tuple: most metrics are logged at every step, and a long run has hundreds of them.
     kept = tuple(steps)
     return Series(same.setdefault(kept, kept), tuple(values))
 
 
 def smoothing_window(count: int) -> int:
-    """Return the window, in points, of a running mean over ``count`` points: an odd number of about a tenth
-    of them, 3 to 51, or 1 (no smoothing) below 10 points."""
-    # Make the number odd, so that each side has equally many points.
+    """Return the window of the running mean for ``count`` points: about a tenth, odd, from 3 to 51; 1 (no
+    smoothing) for fewer than 10 points."""
+    # An odd window has equally many points on both sides.
     return 1 if count < 10 else min(max(count // 10 | 1, 3), 51)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return for each value the mean of it and its ``window // 2`` neighbours on either side (fewer at both
-    ends).
-
-    The mean is centred, so that the smooth curve does not lag behind its points.
-    """
+    """Return the centred running mean: each value is averaged with ``window // 2`` neighbours on either side
+    (fewer at the ends). A trailing mean would lag behind the curve."""
     reach = window // 2
     means = []
     for index in range(len(values)):
@@ -135,7 +136,7 @@ def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[f
 
 
 def mean_over_runs(curves: Sequence[Series]) -> Series:
-    """Return the mean of several runs' curves at the steps that all of them have."""
+    """Return the mean of several curves at the steps that all of them have."""
     by_run = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
     common = set.intersection(*map(set, by_run)) if by_run else set()
     return _sorted_series({step: math.fsum(run[step] for run in by_run) / len(by_run) for step in common})

@@ -1,5 +1,5 @@
-"""Sinks other than the metrics file: TensorBoard, Weights & Biases, MLflow and Trackio. Each library is
-imported only if its sink is enabled."""
+"""Metric sinks of external services: TensorBoard, Weights & Biases, MLflow and Trackio. A library is imported
+only if its sink is enabled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _WANDB_ID_FILE, _MLFLOW_ID_FILE, _TRACKIO_ID_FILE = "wandb_run_id", "mlflow_run_id", "trackio_run_id"
 _OWN_NAMES = ("step", "time")
-# Maximum number of parameters, and of metrics, in a request, and of seconds for which the end of a run waits
+# MLflow's limits on the parameters and metrics in one request, and the seconds to wait at the end of a run
 # for a server that does not accept the last rows.
 _MOST_PARAMS = 100
 _MOST_METRICS = 1000
@@ -31,15 +31,15 @@ _LAST_ROWS_S = 60.0
 
 
 class TensorBoardSink:
-    """Sink that writes scalars as TensorBoard event files."""
+    """Writes metrics as TensorBoard event files."""
 
     name = "TensorBoard"
 
     def __init__(self, settings: TensorboardConfig, log_dir: Path) -> None:
         """Args:
-            settings: keyword arguments of ``SummaryWriter``, where null means absent; its ``log_dir``
-                overrides the argument.
-            log_dir: directory of the event files.
+            settings: keyword arguments of ``SummaryWriter``; null means not given. ``log_dir`` in it takes
+                precedence over the argument.
+            log_dir: parent directory of the event files.
 
         Raises:
             ConfigError: TensorBoard is not installed.
@@ -51,18 +51,19 @@ class TensorBoardSink:
         self._purge_step: int | None = None
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write every number of the row; texts are left out."""
+        """Write the numbers of a row; strings are omitted."""
         if self._writer is None:
-            # Create the writer at the first row, when the steps that a resumed run repeats are known.
+            # The steps to purge are known only after ``truncate_after``, so create the writer at the first
+            # row.
             self._writer = self._writer_class(**self._settings, purge_step=self._purge_step)
         for name, value in row.items():
             if name not in _OWN_NAMES and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, global_step=row["step"], walltime=row["time"])
-        # Flush every row, because a killed run would lose those in the writer's buffer.
+        # A killed run would lose the rows in the buffer.
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Make TensorBoard hide the points of later steps that an earlier launch wrote."""
+        """Make TensorBoard hide the points of later steps from an earlier launch."""
         self.close()
         self._writer, self._purge_step = None, step + 1
 
@@ -73,19 +74,19 @@ class TensorBoardSink:
 
 
 class _RunSink:
-    """Base of sinks that log rows to a run of a service. The service decides whether it ignores or keeps rows
-    of steps that it already has."""
+    """Base class for services whose client object has ``log`` and ``finish``. The service decides what
+    happens to rows of a step that it already has."""
 
     _run: Any
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Log one row."""
+        """Log a row."""
         self._run.log(
             {name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"]
         )
 
     def truncate_after(self, step: int) -> None:
-        """Do nothing: W&B ignores steps that it already has, and Trackio cannot delete rows."""
+        """Do nothing: W&B ignores rows of steps that it already has, and Trackio cannot delete rows."""
 
     def close(self) -> None:
         """Finish the upload."""
@@ -93,58 +94,58 @@ class _RunSink:
 
 
 class WandbSink(_RunSink):
-    """Sink that sends rows to Weights & Biases; a resumed run continues the same W&B run."""
+    """Sends metrics and samples to Weights & Biases. A resumed run continues the same W&B run."""
 
     name = "Weights & Biases"
 
     def __init__(self, settings: WandbConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
-            settings: keyword arguments of ``wandb.init`` (``project``, ``name``, ...), where null means
-                absent.
-            log_dir: directory of W&B's files and of the W&B run's id, which megarl stores.
-            run_config: the resolved configuration; its secrets are redacted before it is sent.
+            settings: keyword arguments of ``wandb.init`` (``project``, ``name``, ...); null means not given.
+            log_dir: directory for W&B's files and for a file with the id of the W&B run.
+            run_config: resolved configuration; sent with its secrets redacted.
 
         Raises:
             ConfigError: W&B is not installed.
         """
         module = _import("wandb", "logger.wandb_enabled", "wandb")
         log_dir.mkdir(parents=True, exist_ok=True)
-        # "allow" continues the run with this id if W&B knows one, and creates it otherwise.
+        # "allow" continues the W&B run with this id, or creates it.
         identity = {"id": _remembered_id(log_dir / _WANDB_ID_FILE), "resume": "allow"}
+        # Keep the module for ``write_samples``.
         self._module = module
         self._run = module.init(
             **{"dir": str(log_dir), **identity, **_without_nulls(settings)}, config=redacted(run_config)
         )
 
     def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Send the samples of a step as a table ``samples/KIND``, with the step in its column ``step``.
+        """Send the samples of a step as a table ``samples/KIND``, without token ids. The parts of a reward
+        become columns ``reward/NAME``.
 
-        The table is attached to W&B's current row, since the row of its own step may be gone already, and W&B
-        accepts no earlier step. Token ids are not sent; the parts of a reward are columns ``reward/NAME``.
+        The table is attached to W&B's current step, and its column ``step`` has the samples' step: W&B does
+        not accept data for an earlier step.
         """
         rows = list(map(_as_columns, samples))
         columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
         data = [list(map(row.get, columns)) for row in rows]
-        # Allow mixed types, because an infinite number is written as text.
+        # Infinite numbers are stored as strings, so a column may have both types.
         table = self._module.Table(columns=columns, data=data, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table}, commit=False)
 
 
 class MlflowSink:
-    """Sink that sends numbers to MLflow; a resumed run continues the same MLflow run.
+    """Sends metrics to MLflow. A resumed run continues the same MLflow run.
 
-    A thread sends them, because MLflow's client retries an unresponsive server for minutes, and a step must
-    not wait for that.
+    A thread sends them, because MLflow's client retries for minutes if the server does not respond.
     """
 
     name = "MLflow"
 
     def __init__(self, settings: MlflowConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
-            settings: ``experiment_name``, and ``run_name`` and ``tracking_uri``, where null means absent.
-            log_dir: directory in which megarl stores the id of the MLflow run.
-            run_config: the resolved configuration, which is sent as parameters when the MLflow run is
-                created; its secrets are redacted.
+            settings: ``experiment_name``, ``run_name`` and ``tracking_uri``; null means not given.
+            log_dir: directory for a file with the id of the MLflow run.
+            run_config: resolved configuration; sent as parameters, with its secrets redacted, when the MLflow
+                run is created.
 
         Raises:
             ConfigError: MLflow is not installed.
@@ -159,7 +160,7 @@ class MlflowSink:
         self._calls = _InOrder("megarl-mlflow")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Queue every number of the row for sending; MLflow accepts no texts as metrics.
+        """Queue the numbers of a row for sending; MLflow metrics cannot be strings.
 
         Raises:
             Exception: an earlier row could not be sent.
@@ -175,24 +176,26 @@ class MlflowSink:
         self._calls.raise_fault()
 
     def truncate_after(self, step: int) -> None:
-        """Do nothing: MLflow cannot remove points, and shows the later one of a repeated step."""
+        """Do nothing: MLflow cannot delete points. It shows the later point of a repeated step."""
 
     def close(self) -> None:
-        """Send the last rows, and mark the MLflow run as ended."""
+        """Send the remaining rows, and mark the MLflow run as finished."""
+        # Queue this after the rows, because MLflow shows a finished run as complete.
         self._calls.put(lambda: self._client.set_terminated(self._run_id))
         self._calls.finish(_LAST_ROWS_S)
         self._calls.raise_fault()
 
     def _same_run(self, path: Path) -> str | None:
-        """Return the id of the MLflow run that an earlier launch created, and mark that run as running.
-        Return None if there was no earlier launch, or MLflow no longer has its run."""
+        """Reopen the MLflow run of an earlier launch, and return its id. Return None if there is none, or
+        MLflow has deleted it."""
         run_id = path.read_text().strip() if path.exists() else ""
         if not run_id:
             return None
         try:
             self._client.update_run(run_id, status="RUNNING")
         except Exception as error:
-            # Make a new run only for this reply: an unreachable server must not lead to a second run.
+            # Create a new MLflow run only if this one was deleted. An unreachable server must not lead to a
+            # second one.
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
             logger.warning("MLflow no longer has run %s; a new one is created", run_id)
@@ -211,32 +214,31 @@ class MlflowSink:
         params = [
             self._entities.Param(key, str(value)) for key, value in flat(redacted(run_config), separator=".")
         ]
-        # Send the parameters in parts, because MLflow refuses more of them in one batch.
+        # MLflow limits the parameters of one request.
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
         return run_id
 
 
 class TrackioSink(_RunSink):
-    """Sink that gives rows to Trackio, whose own thread sends them; a resumed run continues the same Trackio
+    """Passes metrics to Trackio, whose own thread sends them. A resumed run continues the same Trackio
     run."""
 
     name = "Trackio"
 
     def __init__(self, settings: TrackioConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
-            settings: keyword arguments of ``trackio.init`` (``project``, ``name``, ...), where null means
-                absent.
-            log_dir: directory in which megarl stores the random suffix of the Trackio run's name.
-            run_config: the resolved configuration; its secrets are redacted.
+            settings: keyword arguments of ``trackio.init`` (``project``, ``name``, ...); null means not
+                given.
+            log_dir: directory for a file with the random suffix of the Trackio run's name.
+            run_config: resolved configuration; sent with its secrets redacted.
 
         Raises:
             ConfigError: Trackio is not installed.
         """
         module = _import("trackio", "logger.trackio_enabled", "trackio")
         log_dir.mkdir(parents=True, exist_ok=True)
-        # Add an id to the name: Trackio resumes by name, and must not continue another run with the same
-        # name.
+        # Trackio resumes by name. A random suffix keeps it from continuing another run of the same name.
         name = "-".join([*filter(None, [settings.get("name")]), _remembered_id(log_dir / _TRACKIO_ID_FILE)])
         self._run = module.init(
             **_without_nulls(settings) | {"name": name, "resume": "allow", "config": redacted(run_config)}
@@ -244,13 +246,13 @@ class TrackioSink(_RunSink):
 
 
 class _InOrder:
-    """A thread that makes calls one after another. It keeps the first exception until ``raise_fault`` raises
-    it."""
+    """A thread that makes queued calls in order. It stores the first exception, which ``raise_fault``
+    raises."""
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._fault: Exception | None = None
-        # Use a daemon thread, so that a server that never answers does not keep the process alive.
+        # A daemon thread cannot keep the process alive when the server hangs.
         self._thread = threading.Thread(target=self._make, name=name, daemon=True)
         self._thread.start()
 
@@ -263,10 +265,10 @@ class _InOrder:
             raise fault
 
     def finish(self, patience_s: float) -> None:
-        """Wait until all calls have been made.
+        """Wait until all queued calls are done.
 
         Raises:
-            TimeoutError: the calls take longer than ``patience_s``.
+            TimeoutError: they take longer than ``patience_s`` seconds.
         """
         self._waiting.put(None)
         self._thread.join(patience_s)
@@ -282,7 +284,7 @@ class _InOrder:
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "", separator: str = "/") -> Iterator[tuple[str, Any]]:
-    """Yield the leaf values of nested mappings, each with its names joined by ``separator``."""
+    """Yield (name, value) for all leaves of nested mappings; names are joined by ``separator``."""
     for name, value in nested.items():
         path = f"{prefix}{separator}{name}" if prefix else name
         if isinstance(value, Mapping):

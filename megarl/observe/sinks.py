@@ -1,4 +1,4 @@
-"""Distribution of a step's metrics to all sinks, such that a failing sink cannot stop training."""
+"""Send each step's metrics to all sinks. A failing sink does not stop training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _OWN_NAMES = ("step", "time")
 _MOST_BYTES = 64 << 20
-# Classes of sinks by their section of ``logger``.
+# Subsection of ``logger`` -> class of the sink.
 _SERVICES: dict[str, type[WandbSink] | type[MlflowSink] | type[TrackioSink]] = {
     "wandb": WandbSink,
     "mlflow": MlflowSink,
@@ -32,20 +32,20 @@ _SERVICES: dict[str, type[WandbSink] | type[MlflowSink] | type[TrackioSink]] = {
 
 
 class Sink(Protocol):
-    """A destination of metric rows. Any method may raise; ``MetricSinks`` catches and reports it.
+    """A destination for metric rows. Methods may raise any exception; ``MetricSinks`` catches and logs it.
 
-    A user-defined class, named in ``logger.sinks``, is constructed with ``(log_dir, run_config)``: a
-    directory for its files, and the resolved configuration without secrets. Its methods are called by one
-    thread, between the steps, which wait for them.
+    A custom class, named in ``logger.sinks``, is constructed with ``(log_dir, run_config)``: a directory for
+    its files, and the resolved configuration with secrets redacted. Its methods are called in the main
+    thread, and training waits for them.
     """
 
     name: str
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write one row ``{"step", "time", name: int | float | bool | str | None}``."""
+        """Write a row ``{"step", "time", name: int | float | bool | str | None}``."""
 
     def truncate_after(self, step: int) -> None:
-        """Discard the rows of later steps."""
+        """Discard rows of later steps."""
 
     def close(self) -> None:
         """Flush, and release all resources."""
@@ -58,33 +58,34 @@ class MetricsFileSink:
 
     def __init__(self, run_dir: Path, most_bytes: int = _MOST_BYTES) -> None:
         """Args:
-            run_dir: directory of the run.
-            most_bytes: maximum number of bytes of rows that are queued while the file cannot be written, as
-                on a full disk; beyond it the oldest rows are lost.
+            run_dir: the run directory.
+            most_bytes: maximum size of the queue of rows while the file cannot be written, as on a full disk.
+                Beyond it the oldest rows are lost.
 
         Raises:
             OSError: the file cannot be opened.
         """
         self._file, self._most_bytes = MetricsFile(run_dir / FILE_NAME), most_bytes
-        # Each waiting row is stored with its step.
+        # Queued rows: (step, encoded line).
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._cut_after: int | None = None
         self._was_full = False
         self._lost = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row after the queued ones."""
+        """Append a row, after any queued ones."""
         self._waiting.append((row["step"], encoded(row)))
+        # Keep at least one row, even if it alone is larger than the bound.
         while sum(len(line) for _, line in self._waiting) > self._most_bytes and len(self._waiting) > 1:
             self._waiting.popleft()
             self._lost += 1
         self._write_waiting()
 
     def truncate_after(self, step: int) -> None:
-        """Remove the rows of later steps, including queued ones. If this fails, it is done before the next
-        row is written."""
+        """Remove rows of later steps from the file and the queue. If that fails, it is retried before the
+        next write."""
         self._waiting = deque(each for each in self._waiting if each[0] <= step)
-        # Take the earlier step of the two: rows that a previous call could not remove are still in the file.
+        # An earlier call may have failed, so its step must be truncated too.
         self._cut_after = step if self._cut_after is None else min(self._cut_after, step)
         self._write_waiting()
 
@@ -98,10 +99,10 @@ class MetricsFileSink:
             self._file.close()
 
     def _write_waiting(self) -> None:
-        """Write the queued rows in order, each once, after any truncation that is still due.
+        """Do any outstanding truncation, then write the queued rows in order.
 
         Raises:
-            OSError: the file cannot be written; the message tells how many rows stay queued.
+            OSError: the file cannot be written; the unwritten rows stay queued.
         """
         try:
             if self._cut_after is not None:
@@ -116,7 +117,7 @@ class MetricsFileSink:
                 self._cut_after = None
             while self._waiting:
                 self._file.append_line(self._waiting[0][1])
-                # Remove the row only after it is written, so that it stays the first one after an error.
+                # Remove a row only after it is written, so that it stays queued after an error.
                 self._waiting.popleft()
         except OSError as error:
             self._was_full = True
@@ -135,27 +136,26 @@ class MetricsFileSink:
 
 
 class MetricSinks:
-    """All sinks of a run. A failing sink is reported once, and reported again only after it has worked in
+    """All sinks of a run. An error of a sink is logged once, and again only after the sink has worked in
     between."""
 
     def __init__(self, sinks: list[Sink], clock: Callable[[], float] = time.time) -> None:
         """Args:
-        sinks: sinks that get every row, in this order.
-        clock: unix seconds for the ``time`` of a row.
-        """
+        sinks: sinks in the order in which they get a row.
+        clock: returns unix seconds for a row's ``time``."""
         self._sinks = list(sinks)
         self._clock = clock
         self._failing: set[str] = set()
         self._unusable: set[str] = set()
 
     def log(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
-        """Write one row.
+        """Write a row to all sinks.
 
         Args:
-            metrics: name to number, text, None, or a tensor or array of one element; nested mappings become
-                ``outer/inner``. Anything else is left out, with one warning per name.
-            step: number of the step.
-            prefix: prefix of every name, joined by a slash; for example, ``train`` gives ``train/loss``.
+            metrics: name -> number, string, None, or tensor or array with one element. Nested mappings become
+                ``outer/inner``. Other values are omitted, with one warning per name.
+            step: number of the training step.
+            prefix: joined to every name by a slash: ``train`` gives ``train/loss``.
         """
         row: dict[str, Any] = {"step": int(step), "time": self._clock()}
         for name, value in flat(metrics, prefix):
@@ -168,16 +168,16 @@ class MetricSinks:
                     self._unusable.add(name)
                     logger.warning("metric %s is not logged: %s", name, error)
         for sink in self._sinks:
-            # Pass a copy, because a sink may change it.
+            # A custom sink may modify its row.
             self._guard(sink, "write", dict(row))
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Pass the samples of a step to the sinks that accept samples. Any thread may call this, even after
-        the step has been logged.
+        """Send the samples of a step to the sinks that support samples (W&B). May be called from any thread,
+        and after the step's row.
 
         Args:
             kind: ``train`` or ``validation``.
-            step: step of the run.
+            step: number of the training step.
             samples: see ``megarl.rollout.sample_log``.
         """
         for sink in self._sinks:
@@ -185,13 +185,12 @@ class MetricSinks:
                 self._guard(sink, "write_samples", kind, step, samples)
 
     def truncate_after(self, step: int) -> None:
-        """Discard, on resume from the checkpoint of ``step``, the rows that an earlier launch logged for
-        later steps."""
+        """Discard the rows of steps after ``step``, which a resumed run repeats."""
         for sink in self._sinks:
             self._guard(sink, "truncate_after", step)
 
     def close(self) -> None:
-        """Close every sink; a second call does nothing."""
+        """Close all sinks. A second call does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             self._guard(sink, "close")
@@ -205,7 +204,7 @@ class MetricSinks:
     def _guard(self, sink: Sink, method: str, *arguments: Any) -> None:
         try:
             getattr(sink, method)(*arguments)
-        # Catch SystemExit too, because a user's code may fail in any way and even exit.
+        # A custom sink may even exit.
         except (Exception, SystemExit) as error:
             if sink.name not in self._failing:
                 self._failing.add(sink.name)
@@ -223,19 +222,21 @@ class MetricSinks:
 def open_sinks(
     logger_config: LoggerConfig, run_dir: str | Path, run_config: Mapping[str, Any] | None = None
 ) -> MetricSinks:
-    """Open the sinks that a ``logger`` section enables.
+    """Open the sinks that a ``logger`` section enables. A sink that cannot be opened is skipped with a
+    warning.
 
     Args:
-        logger_config: a checked ``logger`` section. Its ``log_dir`` (default: the run directory) holds the
-            files of all sinks except ``metrics.jsonl``, which is always written, in the run directory.
-        run_dir: directory of the run; created if missing.
-        run_config: the resolved configuration, which sinks get with its secrets redacted.
+        logger_config: checked ``logger`` section. ``log_dir`` (default: the run directory) is the directory
+            for the files of all sinks, except ``metrics.jsonl``, which is always in the run directory.
+        run_dir: the run directory; created if missing.
+        run_config: resolved configuration; sinks get it with secrets redacted.
 
     Raises:
-        ConfigError: the package of an enabled sink is not installed, or an import path leads to no sink.
+        ConfigError: the package of an enabled sink is not installed, or a custom sink cannot be imported.
     """
     directory = Path(run_dir)
     log_dir, config = Path(logger_config.get("log_dir") or directory), run_config or {}
+    # Build the sinks one by one below, because each may fail on its own.
     builders: list[tuple[str, Callable[[], Sink]]] = [(FILE_NAME, lambda: MetricsFileSink(directory))]
     if logger_config.get("tensorboard_enabled"):
         builders.append(
@@ -252,7 +253,7 @@ def open_sinks(
         try:
             sinks.append(build())
         except ConfigError:
-            # Close the sinks that are already open, because no caller holds them yet.
+            # The caller does not get the sinks that are open already, so close them here.
             MetricSinks(sinks).close()
             raise
         except (Exception, SystemExit) as error:
@@ -266,7 +267,7 @@ def open_sinks(
 
 
 def _own_sink(path: str, log_dir: Path, config: Mapping[str, Any]) -> Sink:
-    """Build the user-defined sink at an import path; the path becomes its name if it has none."""
+    """Build the custom sink at an import path. If it has no ``name``, the path becomes its name."""
     sink: Any = load_object(path, "logger.sinks")(log_dir, redacted(config))
     if not isinstance(getattr(sink, "name", None), str):
         sink.name = path
@@ -274,15 +275,15 @@ def _own_sink(path: str, log_dir: Path, config: Mapping[str, Any]) -> Sink:
 
 
 def _scalar(value: Any) -> int | float | bool | str | None:
-    """Convert a value to a plain one; tensors and arrays of one element give that element.
+    """Convert a value to a plain type; tensors and arrays with one element give that element.
 
     Raises:
-        TypeError: the value is not, and does not contain, a single plain value.
+        TypeError: the value is not a single number or string.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        # Convert, because numpy's float64 is a subclass of Python's float.
+        # numpy's float64 is a subclass of float.
         return float(value)
     item = getattr(value, "item", None)
     if item is None:

@@ -1,5 +1,5 @@
-"""The console's line for a step: its numbers, their order, and what is left out on a narrow screen; also the
-line with the throughput of the phases."""
+"""Text of the console's step line and throughput line: number formats, the order of the fields, and which
+fields are omitted on a narrow screen."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REWARD_NAMES = (
     "mean_reward",
 )
 REWARD_FAULTS = ("reward_errors", "reward_timeouts")
-"""Counts of responses without a reward; they are shown if they are not 0."""
+"""Metrics that count responses whose reward failed; shown only if not 0."""
 EPISODES = "episodes/"
-"""Prefix of the metrics that count conversations by how they ended."""
+"""Prefix of the metrics that count multi-turn conversations by the reason for their end."""
 ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
 GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
 THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")
@@ -47,11 +47,11 @@ RATED_PHASES = {
     "train_critic": "critic",
     "train": "training",
 }
-"""Phases that have their own throughput metrics under ``performance/``, and their display names."""
+"""Phases with throughput metrics under ``performance/`` -> displayed name."""
 
 
 def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
-    """Return as a float the first of ``names`` whose metric is a number, or None if there is none."""
+    """Return the first metric of ``names`` that is a number, or None."""
     for name in names:
         value = metrics.get(name)
         if value is not None and not isinstance(value, str):
@@ -60,11 +60,11 @@ def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | No
 
 
 def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of the top-level phases, longest first; ``step_s`` and nested phases are
-    left out."""
+    """Return the seconds of the top-level phases, longest first, without ``step_s``."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():
         bare_name = name.removeprefix(_TIMING_PREFIX)
+        # Accept known phases without the prefix too, as ``PhaseTimer.collect`` returns them.
         is_timing = name.startswith(_TIMING_PREFIX) or bare_name.removesuffix("_s") in _SHORT_PHASES
         if (
             not is_timing
@@ -79,7 +79,7 @@ def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def format_number(value: float) -> str:
-    """Format a number compactly with two to four significant digits: ``0.0312``, ``-1.25``, ``12.3``,
+    """Format a number compactly, with two to four significant digits: ``0.0312``, ``-1.25``, ``12.3``,
     ``1,234``, ``2.1e-05``, ``nan``."""
     if not math.isfinite(value):
         return str(value)
@@ -99,13 +99,13 @@ def format_seconds(seconds: float) -> str:
     """Format a duration compactly: ``0.42s``, ``4.2s``, ``42s``, ``3m07s``, ``42m``, ``2h05m``, ``3d04h``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
-    # From 9.95 on a number would round to 10.0, so that it is written without a decimal.
+    # From 9.95 s on, one decimal would round to 10.0.
     if seconds < 9.95:
         return f"{seconds:.2f}s" if seconds < 0.995 else f"{seconds:.1f}s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
-    # From 59.5 minutes on it would be rounded to 60m, so that hours are used.
+    # From 59.5 minutes on, minutes would round to 60.
     if whole < 3570:
         return f"{whole // 60}m{whole % 60:02d}s" if whole < 600 else f"{round(whole / 60)}m"
     minutes = round(whole / 60)
@@ -119,11 +119,18 @@ def format_seconds(seconds: float) -> str:
 def step_fields(
     step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int
 ) -> list[tuple[str, str]]:
-    """Return the parts of the step's line as (kind, text); the caller joins them by two spaces.
+    """Return the fields of a step's line as (kind, text), to be joined by two spaces.
 
-    Time of the step, throughput and ETA are added in this order if they fit into ``width`` columns, then the
-    longest phases. Progress, loss, reward, counts of missing rewards and gradient norm are always there.
-    Phases of less than 0.05 s are never shown.
+    Progress, loss, reward, failed rewards and gradient norm are always included. Step time, throughput and
+    ETA follow, in this order of priority, as far as they fit into ``width`` columns. Then come the longest
+    phases that fit; phases below 0.05 s are omitted.
+
+    Args:
+        step: number of the step.
+        total_steps: number of the last step.
+        metrics: metrics of the step.
+        eta_s: estimated remaining seconds; None to omit them.
+        width: columns of the line.
     """
     fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
     loss = first_number(metrics, LOSS_NAMES)
@@ -145,7 +152,7 @@ def step_fields(
         optional.append(("throughput", f"{_thousands(throughput):>4} tok/s"))
     step_seconds = first_number(metrics, (_TIMING_PREFIX + STEP_SECONDS, STEP_SECONDS))
     if step_seconds is not None:
-        # Put it first, because it is the last of these fields to be left out.
+        # The step time has the highest priority of the optional fields.
         optional.insert(0, ("time", f"{format_seconds(step_seconds):>5}"))
     if eta_s is not None:
         optional.append(("eta", f"ETA {format_seconds(eta_s)}"))
@@ -157,10 +164,7 @@ def step_fields(
 
 def throughput_line(metrics: Mapping[str, Any]) -> str:
     """Return the throughput of the phases as text: ``generation 2.3k tok/s, MFU 12%; training 6.1k tok/s, MFU
-    34%; padding efficiency 85%; idle 0.02s``.
-
-    The text is empty if no phase has throughput metrics.
-    """
+    34%; padding efficiency 85%; idle 0.02s``. Empty if no phase has throughput metrics."""
     parts = []
     for phase, title in RATED_PHASES.items():
         tokens = first_number(metrics, [f"performance/{phase}_tokens_per_s"])
@@ -190,7 +194,7 @@ def format_share(share: float) -> str:
 def _with_phases(
     fields: list[tuple[str, str]], phases: Mapping[str, float], width: int
 ) -> list[tuple[str, str]]:
-    """Insert the longest phases that fit after the time of the step."""
+    """Insert as many of the longest phases as fit, after the step time."""
     position = next((index for index, (kind, _) in enumerate(fields) if kind == "time"), None)
     shown = [
         f"{_SHORT_PHASES.get(name, name)} {_bare_seconds(seconds)}"
@@ -216,7 +220,7 @@ def _thousands(count: float) -> str:
     """Format a count compactly: ``231``, ``2.3k``, ``23k``, ``2.3M``."""
     if not math.isfinite(count):
         return str(count)
-    # From 999.5 on a number would round to 1000, so that the next unit is used.
+    # From 999.5 on, a count would round to 1000, so use the next unit.
     for limit, divisor, unit in ((999.5, 1.0, ""), (999.5e3, 1e3, "k"), (math.inf, 1e6, "M")):
         if count < limit:
             scaled = count / divisor

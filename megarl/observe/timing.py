@@ -1,4 +1,4 @@
-"""Timing: seconds spent in each phase of a step, and the sequences that each phase processed."""
+"""Measure the seconds of each phase of a step, and record the sequences that a phase processed."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GENERATION, TRAIN, TRAIN_CRITIC = "generation", "train", "train_critic"
-"""Phases whose work is counted differently from that of a forward pass."""
+"""Phases whose FLOPs are not those of a forward pass."""
 
 ROLLOUT_WAIT, ENGINE_IDLE = "rollout_wait", "engine_idle"
-"""Seconds that a step waits for engines which sample during training, and seconds that these engines wait for
-the step."""
+"""Asynchronous runs: seconds that a step waits for responses of the engines, and seconds that the engines
+wait for the step."""
 
 
 VALIDATION_BESIDE = "validation_beside"
-"""Seconds that engines need for a validation while a later step trains."""
+"""Seconds that the engines spend on a validation while a later step trains."""
 
 LOGPROBS, LOGPROBS_BESIDE = "logprobs", "logprobs_beside"
-"""Seconds of computing the policy's log-probabilities, and the part of them during which separate engines are
-still sampling."""
+"""Seconds of computing the policy's log-probabilities, and the part of it that overlaps with sampling on
+separate engines."""
 
 
 def beside_training(phases: Collection[str]) -> frozenset[str]:
-    """Return the phases that add nothing to a step's duration: work of separate engines during training, and
-    of the policy while these engines sample."""
+    """Return the phases that do not add to a step's duration, because they overlap with other phases: work of
+    separate engines during training, and of the policy while these engines sample."""
     of_engines = {GENERATION, ENGINE_IDLE, VALIDATION_BESIDE} if ENGINE_IDLE in phases else ()
     return frozenset((LOGPROBS_BESIDE, *of_engines))
 
 
 STEP_SECONDS = "step_s"
-"""Key of the whole step's wall time in the result of ``PhaseTimer.collect``."""
+"""Key of the step's total wall time in the result of ``PhaseTimer.collect``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Sequences:
     """Sequences that a phase processed.
 
     Attributes:
-        lengths: [B] int64, tokens of each row, prompt and response.
-        prompt_lengths: [B] int64, tokens of each row's prompt; only for generation.
-        prompts: [P] int64, tokens of the prompts, each prompt once; only for generation.
-        positions: number of positions that the passes computed, including padding; None if not counted.
-        scored: number of tokens whose log-probabilities were computed; None for all of ``lengths``.
+        lengths: [B] int64; number of tokens of each row, prompt and response.
+        prompt_lengths: [B] int64; number of prompt tokens of each row. Only for generation.
+        prompts: [P] int64; number of tokens of each distinct prompt. Only for generation.
+        positions: number of positions computed, including padding; None if not counted.
+        scored: number of tokens whose log-probabilities were computed; None if all.
     """
 
     lengths: NDArray[np.int64]
@@ -61,10 +61,10 @@ class Sequences:
 
 
 class PhaseTimer:
-    """Timer that adds up wall time per phase until ``collect`` returns it.
+    """Adds up wall time per phase until ``collect`` is called. Not thread-safe.
 
-    Phases may be nested. An inner phase is reported under ``outer/inner``, so that no second counts twice
-    among the top-level phases, which add up to at most the step. A timer is for one thread only.
+    Phases may be nested. An inner phase is reported as ``outer/inner`` and is included in its outer phase, so
+    the top-level phases add up to at most the step's time.
     """
 
     def __init__(
@@ -73,9 +73,8 @@ class PhaseTimer:
         on_change: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Args:
-        clock: monotonic seconds; replaced in tests.
-        on_change: called with the path of the phase that is now running; empty for none.
-        """
+        clock: returns monotonic seconds; tests replace it.
+        on_change: called with the path of the phase that runs from now on; empty for none."""
         self._clock, self._on_change = clock, on_change
         self._seconds: dict[str, float] = {}
         self._sequences: dict[str, list[Sequences]] = {}
@@ -84,7 +83,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a ``with`` block under ``name``, even if the block raises."""
+        """Measure the block as a phase, even if it raises."""
         path = f"{self._open[-1][0]}/{name}" if self._open else name
         self._open.append((path, self._clock()))
         self._on_change(path)
@@ -96,7 +95,7 @@ class PhaseTimer:
             self._on_change(self._open[-1][0] if self._open else "")
 
     def passed(self, sequences: Sequences) -> None:
-        """Record sequences that the open phase has processed.
+        """Record sequences that the current phase has processed.
 
         Raises:
             StateError: no phase is open.
@@ -109,10 +108,10 @@ class PhaseTimer:
         self._sequences.setdefault(self._open[-1][0], []).append(sequences)
 
     def merge(self, other: PhaseTimer, seconds: Mapping[str, float]) -> None:
-        """Add the phases and sequences of another timer, and reset that timer. Also add ``seconds``, the
-        durations by phase of concurrent work."""
+        """Add the phases and sequences of another timer and reset it. Also add ``seconds`` (phase ->
+        duration), measured for concurrent work."""
         collected = other.collect()
-        # The other timer's step is not a phase of this one.
+        # The other timer's total is not a phase.
         del collected[STEP_SECONDS]
         for name, value in {
             **{name.removesuffix("_s"): value for name, value in collected.items()},
@@ -122,29 +121,28 @@ class PhaseTimer:
         self.count(other)
 
     def count(self, other: PhaseTimer) -> None:
-        """Add only the sequences of another timer."""
-        # Leave out the durations: those of phases that run at the same time do not add up to the step's
-        # seconds.
+        """Add the sequences of another timer, but not its durations."""
+        # Durations of concurrent phases do not add up to the step's time.
         for phase, sequences in other.take_sequences().items():
             self._sequences.setdefault(phase, []).extend(sequences)
 
     def take_sequences(self) -> dict[str, list[Sequences]]:
-        """Return the sequences recorded since the last call, by phase (an inner phase as ``outer/inner``),
-        and reset them."""
+        """Return phase -> sequences recorded since the last call, and reset them. An inner phase has the key
+        ``outer/inner``."""
         taken, self._sequences = self._sequences, {}
         return taken
 
     def collect(self) -> dict[str, float]:
-        """Return the seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ...,
-        "step_s": ...}``, and reset them.
+        """Return the seconds of each phase since the last call, as ``{"generation_s": ...,
+        "train/optimizer_s": ..., "step_s": ...}``, and reset them.
 
-        ``step_s`` is the wall time since the last call (or since construction). The time of a phase that is
-        still open is split: the time until now belongs to this step, the rest to the next.
+        ``step_s`` is the wall time since the last call. An open phase is split: its time so far is in this
+        result, the rest in the next one.
         """
         now = self._clock()
         for path, start in self._open:
             self._add(path, now - start)
-        # An open phase continues in the next step, from now on.
+        # From now on, an open phase counts for the next step.
         self._open = [(path, now) for path, _ in self._open]
         collected = {f"{path}_s": seconds for path, seconds in self._seconds.items()}
         collected[STEP_SECONDS] = now - self._step_start

@@ -1,2 +1,2 @@
-"""The parity fuzzer: it compares random models, layouts, batches and losses on real backends with one process
-of plain transformers."""
+"""The parity fuzzer compares random models, layouts, batches and losses on the training backends with a
+reference in plain transformers."""

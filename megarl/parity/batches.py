@@ -1,5 +1,5 @@
-"""The batch of a case, and its division into calls. A batch has ragged lengths, masked tokens and samples,
-and log-probabilities near the model's own."""
+"""The random batch of a case, with ragged lengths, masked tokens and samples, and log-probabilities near the
+model's own; and its division into ``train()`` calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Batch = dict[str, Tensor]
 
 
 def token_batch(case: Case) -> Batch:
-    """Return ``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S] and
-    ``sample_mask`` [B] of all global batches."""
-    # Each kind of random number has its own seed, so that a new kind does not change the others.
+    """Return ``input_ids`` [B, S] (0 in padding), ``input_lengths`` [B], ``token_mask`` [B, S] and
+    ``sample_mask`` [B] for all global batches of a case."""
+    # A seed per kind of random number, so that a new kind does not change the others.
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, columns = case.total_rows, case.length
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
@@ -34,21 +34,23 @@ def token_batch(case: Case) -> Batch:
     }
     if case.segments > 1:
         response = responses_of_rows(case)
-        # The first token of a row is given, not predicted.
+        # The first token of a row is not predicted.
         counts = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum(dim=1).long()
         batch["response_tokens"] = torch.zeros_like(counts).index_add(0, response, counts)[response]
     return batch
 
 
 def responses_of_rows(case: Case) -> Tensor:
-    """Return, for each row, the number of the response that it is a segment of, [B] int64. A response
-    consists of consecutive rows of one global batch. Each global batch of several rows has at least one
-    response of several rows."""
+    """Return the response that each row is a segment of, [B] int64. The segments of a response are
+    consecutive rows of one global batch. A global batch with several rows has at least one response with
+    several segments."""
     generator = torch.Generator().manual_seed(case.seed + 6)
     found: list[int] = []
     for _ in range(case.steps):
         left, most = case.global_batch, case.segments
         while left:
+            # The first response of a global batch has the largest number of segments, so every case contains
+            # one.
             size = min(
                 left,
                 most
@@ -64,11 +66,11 @@ def _sample_mask(case: Case, generator: torch.Generator) -> Tensor:
     mask = torch.ones(case.steps, case.global_batch)
     if case.masked == "some":
         mask = (torch.rand(mask.shape, generator=generator) < 0.6).float()
-        # In a global batch of few rows all may be masked by chance, which is another case.
+        # In a small global batch all rows could be masked by chance, which is a case of its own.
         mask[mask.sum(1) == 0, 0] = 1.0
     elif case.masked == "rank":
         mask[:, : case.mbs * case.micro] = (
-            0.0  # These rows are those of the first data-parallel rank with fixed micro-batches.
+            0.0  # With fixed micro-batches, these are the rows of the first data-parallel rank.
         )
     elif case.masked == "all":
         mask[0] = 0.0
@@ -79,11 +81,11 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
     """Return the batch with the columns that the case's loss reads.
 
     Args:
-        case: names the loss.
+        case: the case.
         batch: result of ``token_batch``.
-        logprobs: the model's log-probabilities [B, S] before training, 0 in column 0 and in padding; its
-            values if the model scores. Previous, generation and reference log-probabilities are sampled near
-            them, so that some ratios are clipped and others are not.
+        logprobs: the model's log-probabilities [B, S] before training, with 0 in column 0 and padding; for a
+            value or reward model, its values. Previous, generation and reference log-probabilities are
+            sampled near them, so that some ratios are clipped.
     """
     if case.loss_kind in ("nll", "rm"):
         return batch
@@ -102,17 +104,16 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
         teacher = _teacher(case, generator).topk(case.likeliest)
         return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
     if case.loss_kind == "dpo":
-        # DPO's data have the log-probability of a token one position before the token.
+        # In DPO's data, the log-probability of a token is one position before it.
         return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
     previous = near(logprobs, 0.3)
     advantages = 0.5 + torch.randn(logprobs.shape[0], 1, generator=generator)
     if {"gspo", "gspo-token"} & case.loss_options:
-        # If all tokens of a sequence had one advantage, both losses would have the same gradient.
+        # With equal advantages in a sequence, both losses would have the same gradient.
         of_tokens = torch.Generator().manual_seed(case.seed + 3)
         advantages = advantages + 0.5 * torch.randn(logprobs.shape, generator=of_tokens)
     if case.segments > 1:
-        # Take the advantages of the first rows, one for each response, so that all segments of a response
-        # share one.
+        # All segments of a response share one advantage.
         advantages = advantages[responses_of_rows(case)]
     signals = {
         **batch,
@@ -126,7 +127,7 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
     if "forced" in case.loss_options and not (
         case.takes_divergence_from_rewards or case.advantages_kind == "teacher"
     ):
-        # In such a case nobody asks for the previous log-probabilities.
+        # With ``forced``, the previous log-probabilities are the current ones, and are not computed.
         del signals["prev_logprobs"]
     return signals
 
@@ -139,7 +140,7 @@ def _teacher(case: Case, generator: torch.Generator) -> Tensor:
     is_sharp = torch.rand(others.shape, generator=generator) < 0.5
     best = torch.nn.functional.one_hot(flat.argmax(-1), case.vocab).bool()
     rest = flat.masked_fill(best, -torch.inf).log_softmax(-1) + others.log()
-    # Use log1p: log(1 - x) of a small x would lose its digits in float32.
+    # For small x, log(1 - x) would lose its digits in float32.
     sharp = torch.where(best, torch.log1p(-others), rest)
     return torch.where(is_sharp, sharp, flat.log_softmax(-1))
 
@@ -154,18 +155,17 @@ REWARDS = (
     "values",
     "teacher_logprobs",
 )
-"""Columns that advantages are computed from. Of shape [B]: the reward, its parts, whether a response has one
-(also true of some that are not trained on), the number of the prompt, and whether the response was truncated.
-Of shape [B, S]: a critic's values, and the log-probabilities of a teacher."""
+"""Columns from which advantages are computed. [B]: reward, its parts, whether a response has a reward (also
+some that are not trained on), prompt number, whether the response was truncated. [B, S]: a critic's values,
+and a teacher's log-probabilities."""
 ANSWERS_A_PROMPT = 3
 
 
 def _with_rewards(case: Case, signals: Batch) -> Batch:
-    """Return the batch with rewards of responses to prompts, and with the advantages that the reference
-    computes from them."""
+    """Return the batch with rewards, and with the advantages that the reference computes from them."""
     generator = torch.Generator().manual_seed(case.seed + 4)
     rows, columns = signals["input_ids"].shape
-    # The parts have different sizes, so that normalising each part differs from normalising their sum.
+    # Different sizes, so that normalising each part differs from normalising their sum.
     parts = torch.randn(rows, 2, generator=generator) * torch.tensor([1.0, 30.0])
     by_chance = torch.rand(rows, generator=torch.Generator().manual_seed(case.seed + 5)) < 0.6
     further = torch.randn(rows, columns, generator=generator)
@@ -176,6 +176,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
         "reward/one": parts[:, 0],
         "reward/other": parts[:, 1],
         "rewarded": torch.maximum(signals["sample_mask"], by_chance.float()),
+        # Numbered within each call, because advantages are computed call by call.
         "prompt": torch.arange(rows) % _rows_of_a_call(case) // ANSWERS_A_PROMPT,
         "truncated": torch.rand(rows, generator=generator) < 0.5,
     }

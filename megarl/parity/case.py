@@ -1,8 +1,7 @@
-"""A case: one comparison, and the line of text that represents it.
+"""A case: one comparison with the reference, written as a line of text.
 
-A case is flat: every field is a number, a name or a boolean, and its default is the simplest possible value.
-Sizes that have to divide others are stored as factors (heads = ``kv`` x ``group``), so that most fields can
-be changed one at a time.
+Every field is a number, a name or a boolean, and its default is the simplest value. Sizes that must divide
+others are factors (heads = ``kv`` x ``group``), so that most fields can be changed independently.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from megarl.parity.options import Numbers, numbers_of, split
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
 OF_MEGATRON = ("ministral", "seed_oss", "qwen3_5_text")
-"""Dense families that only the Megatron backend is compared on."""
+"""Dense families that are compared only on the Megatron backend."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
 CLASS_IN_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
-"""Name that transformers uses for a family, if it does not know the family by its own name."""
+"""Family -> name that transformers has for it, if different."""
 GROUPED = (*LATENT, "glm4_moe", "dots1")
-"""Families with DeepSeek's mixture: groups of experts, shared experts, and a dense first layer if there are
-several layers. Their routers compute in float32."""
+"""Families with DeepSeek's mixture of experts: groups of experts, shared experts, a dense first layer if
+there are several layers, and routers in float32."""
 SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", *GROUPED, "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families with gated delta nets instead of attention in the first layer and every second one after it."""
+"""Families with gated delta nets instead of attention in every second layer, beginning with the first."""
 HEAD_NORMS = ("qwen3", "qwen3_moe", "dots1", *HYBRID)
-"""Families that normalise queries and keys by head."""
+"""Families that normalise queries and keys per head."""
 WINDOWED = ("mistral", "mixtral", "ministral", "dots1", "gpt_oss")
-"""Families with a sliding window; the last three have it only in some layers."""
+"""Families with a sliding window; the last three only in some layers."""
 ROPES = ("default", "linear", "llama3", "yarn")
 BATCHINGS = ("fixed", "dynamic", "packed")
 MASKS = ("none", "some", "rank", "all")
@@ -48,101 +47,99 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
 PATHS = ("fast", "plain")
 MODEL_CLASSES = ("gpt", "hybrid")
-# Adam divides by the root of the second moment, so that an error of a gradient may reappear in a weight,
-# multiplied by up to the learning rate over epsilon. Gradients here are of order 1e-2 to 1, and their
-# rounding errors of 1e-8 to 1e-7; with a larger factor the errors would show in the next gradient.
+# Adam divides by the root of the second moment, so a gradient's error may reappear in a weight, multiplied by
+# up to the learning rate over epsilon. Gradients here are of order 1e-2 to 1, with rounding errors of 1e-8 to
+# 1e-7. With a smaller epsilon, these errors would show in the next gradient.
 MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
-"""Adam's epsilon in recipes. With it, a weight whose gradient consists only of rounding errors moves by the
-learning rate in either direction, so the allowed errors of such a case are measured
+"""Adam's epsilon in recipes. With it, a weight whose gradient consists of rounding errors moves by the
+learning rate in either direction, so the error bounds of such a case are measured
 (``megarl.parity.noise``)."""
 SCORING = ("rm", "value")
-"""Losses of models that score: Bradley-Terry, and the value loss."""
+"""Losses of reward and value models: Bradley-Terry, and the value loss."""
 PAIRED = ("dpo", "rm")
 """Losses of pairs of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison.
+    """One comparison with the reference.
 
     Attributes:
-        backend: backend of the worker.
+        backend: training backend.
         seed: seed of weights and batches.
         family: ``model_type`` of the model.
-        tied: whether the output layer shares the embedding's weight.
-        rope: kind of rotary position scaling.
-        layers: transformer layers.
+        tied: the output layer shares the embedding's weight.
+        rope: type of rotary scaling.
+        layers: number of transformer layers.
         kv: key-value heads.
         group: query heads per key-value head.
-        head: width of a head, even; with latent attention, of the part of it that is not rotated.
+        head: width of a head, even; with latent attention, of the part that is not rotated.
         width: hidden size per query head.
         ffn: width of the gated MLP.
-        vocab: vocabulary size, in tokens.
-        window: sliding window of the attention, in tokens; 0 for none.
-        experts: experts per layer, sparse families only.
+        vocab: vocabulary size.
+        window: sliding window in tokens; 0 for none.
+        experts: experts per layer, for families with experts.
         topk: experts per token.
         expert: width of an expert, if the family has a separate one; shared experts are as wide, or twice.
-        dispatcher: how tokens are sent to their experts.
-        balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over
-            each sequence.
-        zloss: whether routers have a z-loss.
-        freeze: whether routers are frozen.
-        router: dtype that routers compute in; ``model`` for that of the model.
-        tp, pp, cp, dp: ranks that share a layer, the layers, a sequence, the batch.
-        sp: sequence parallel.
-        first, last: layers of the first and the last pipeline stage; 0 divides evenly.
+        dispatcher: token exchange between expert-parallel ranks.
+        balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` per
+            sequence.
+        zloss: routers have a z-loss.
+        freeze: routers are frozen.
+        router: dtype in which routers compute; ``model`` for the model's.
+        tp, pp, cp, dp: tensor-, pipeline-, context- and data-parallel size.
+        sp: sequence parallelism.
+        first, last: layers in the first and the last pipeline stage; 0 divides evenly.
         vpp: model chunks per pipeline stage.
-        layout: the layers of each model chunk, in Megatron-Core's notation; empty if the other fields decide.
-        comm: how context-parallel ranks exchange keys and values.
-        plan: tensor-parallel plan of DTensor: its built-in one, or one of ``megarl.parity.settings``.
-        ep, etp: ranks that share the experts, and one expert.
-        batching: how rows become micro-batches.
+        layout: layers of each model chunk in Megatron-Core's notation; empty if the other fields decide.
+        comm: exchange of keys and values between context-parallel ranks.
+        plan: tensor-parallel plan of DTensor: built-in, or one of ``megarl.parity.settings``.
+        ep, etp: expert-parallel and expert-tensor-parallel size.
+        batching: how rows are divided into micro-batches.
         mbs: rows per micro-batch.
-        micro: each data-parallel rank has ``mbs`` x ``micro`` rows of a global batch.
-        room: tokens that a micro-batch may hold beyond one longest sequence (dynamic, packed).
-        round: lengths are rounded up to a multiple of it (dynamic).
-        packer: the packing algorithm; empty for the default.
-        length: S, the columns of the batch.
+        micro: micro-batches of ``mbs`` rows per data-parallel rank and global batch.
+        room: tokens that a micro-batch may have beyond one longest sequence (dynamic, packed).
+        round: multiple to which lengths are rounded up (dynamic).
+        packer: packing algorithm; empty for the default.
+        length: S, number of columns of the batch.
         pad: rows are padded to this multiple of the length that the layout needs.
         rows: rows whose log-probabilities are requested; 0 for all.
         lpbs: rows per micro-batch for log-probabilities.
-        masked: which samples are masked out: none, some, all of one data-parallel rank, all.
-        segments: largest number of rows per response, which share its advantage; 1 if each row is a response.
+        masked: masked samples: none, some, all of one data-parallel rank, all.
+        segments: maximum number of rows per response, which share its advantage; 1 if each row is a response.
         together: pass all global batches to one ``train()`` call.
-        evaluate: evaluate first; this must report the loss of the first step and change nothing.
-        reference: keep a reference policy; after training its log-probabilities must equal those from before.
+        evaluate: evaluate first; this must give the loss of the first step and change nothing.
+        reference: keep a reference policy, whose log-probabilities must not change by training.
         loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options
-            (``megarl.parity.options``), such as ``pg+kl:0.02``. With the last two the model scores, and
-            values are compared instead of log-probabilities.
-        advantages: advantages of a policy gradient, and returns of a value loss: ``given``, or the name of an
-            estimator with options.
-        temperature: the sampling temperature.
-        keep: tokens that top-k keeps; 0 for all.
-        nucleus: top-p; 1 for all.
+            (``megarl.parity.options``), such as ``pg+kl:0.02``. With the last two the model has a score
+            layer, and values are compared instead of log-probabilities.
+        advantages: advantages of a policy gradient, or returns of a value loss: ``given``, or an estimator
+            with options.
+        temperature: sampling temperature.
+        keep: top-k; 0 for all tokens.
+        nucleus: top-p; 1 for all tokens.
         optimizer: ``adam`` or ``sgd``.
-        eps: Adam's epsilon, added to the root of the second moment. Recipes have 1e-8; ``MILD_EPSILON``
-            documents the effect of a larger one on rounding errors.
-        lr: the largest learning rate.
-        clip: largest gradient norm; 0 for no clipping.
-        warmup: whether the learning rate grows over the first calls.
+        eps: Adam's epsilon. Recipes have 1e-8; see ``MILD_EPSILON``.
+        lr: maximum learning rate.
+        clip: maximum gradient norm; 0 for no clipping.
+        warmup: the learning rate rises over the first calls.
         schedule: how the learning rate falls after warm-up.
         decay: how the weight decay grows (Megatron).
-        steps: optimizer steps.
-        precision: dtype of the weights and activations in the model.
+        steps: number of optimizer steps.
+        precision: dtype of the model's weights and activations.
         wide: accumulate gradients in float32 (Megatron); the torch backends always do.
         recompute: recompute activations in the backward pass.
-        distopt: the distributed optimizer (Megatron).
-        overlap: overlap reductions with the backward pass (Megatron).
-        bucket: parameters per reduction, with overlap (Megatron); 0 for Megatron's choice.
+        distopt: distributed optimizer (Megatron).
+        overlap: overlap gradient reductions with the backward pass (Megatron).
+        bucket: parameters per reduction, with overlap (Megatron); 0 for Megatron's default.
         offload: keep parameters in host memory between uses (torch backends).
         lora: rank of adapters that are trained instead of the weights; 0 for none.
-        stacks: whether the stacks of experts have adapters too (sparse families).
-        outer: whether embedding and output layer have adapters too; they must be two matrices.
-        paths: ``fast``, or ``plain`` without the fast paths that ``megarl.parity.paths`` lists.
+        stacks: stacks of experts have adapters too.
+        outer: embedding and output layer, which must be separate, have adapters too.
+        paths: ``fast``, or ``plain`` without the fast paths in ``megarl.parity.paths``.
         chunk: positions whose logits are computed at a time; 0 for all of a micro-batch.
-        model_class: ``hybrid`` for Megatron-Core's HybridModel, which counts each layer of the case as two
-            layers.
+        model_class: ``hybrid`` for Megatron-Core's HybridModel, which counts a layer of the case as two.
     """
 
     backend: str = "megatron"
@@ -223,20 +220,20 @@ class Case:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """Settings of the distribution that the tokens count as sampled from."""
+        """Sampling settings of the distribution from which the tokens are assumed to be sampled."""
         return SamplingSettings(temperature=self.temperature, top_k=self.keep or None, top_p=self.nucleus)
 
     @property
     def filters(self) -> bool:
-        """True if top-k or top-p filters out tokens."""
+        """True if top-k or top-p excludes tokens."""
         return not self.sampling.keeps_all(self.vocab)
 
     @property
     def has_measured_bounds(self) -> bool:
-        """True if error bounds must be measured, because the effect of rounding cannot be predicted. This
-        holds in 16 bit; where Adam divides by gradients that consist of rounding errors; in IPO's square,
-        whose gradient has as a factor the margin less a constant of similar size; and in distillation, whose
-        gradient sums differences between two distributions that cancel."""
+        """True if error bounds must be measured, because the effect of rounding cannot be predicted: in 16
+        bit; where Adam divides by gradients that consist of rounding errors; in IPO, whose gradient contains
+        the margin minus a constant of similar size; and in distillation, whose gradient sums differences of
+        two distributions that cancel."""
         divides_by_rounding = self.optimizer == "adam" and self.eps < MILD_EPSILON
         return (
             self.precision != "float32"
@@ -262,12 +259,12 @@ class Case:
 
     @property
     def global_batch(self) -> int:
-        """Rows of an optimizer step, over all data-parallel ranks."""
+        """Rows per optimizer step, over all data-parallel ranks."""
         return self.mbs * self.micro * self.dp
 
     @property
     def total_rows(self) -> int:
-        """Rows of the whole batch, over all optimizer steps."""
+        """Rows of all optimizer steps."""
         return self.steps * self.global_batch
 
     @property
@@ -277,7 +274,7 @@ class Case:
 
     @property
     def share(self) -> int:
-        """Number that sequence lengths must be a multiple of in this layout."""
+        """Number that must divide every padded sequence length in this layout."""
         return sequence_share(self.tp, self.cp, self.sp)
 
     @property
@@ -288,7 +285,7 @@ class Case:
 
     @property
     def is_fast(self) -> bool:
-        """True if the fast paths are used."""
+        """True if fast paths are used."""
         return self.paths == "fast"
 
     @property
@@ -298,18 +295,17 @@ class Case:
 
     @property
     def loss_kind(self) -> str:
-        """Kind of the loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value``."""
+        """Kind of loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value``."""
         return self.loss.split("+")[0]
 
     @property
     def scores(self) -> bool:
-        """True if the model scores instead of predicting tokens."""
+        """True if the model has a score layer instead of an output layer over the vocabulary."""
         return self.loss_kind in SCORING
 
     @property
     def likeliest(self) -> int:
-        """Number of most likely tokens that a policy is asked for, and that a teacher gives; 0 without a
-        teacher."""
+        """Number of most likely tokens that a policy and a teacher report; 0 without a teacher."""
         return min(int(self.loss_number("topk") or 0), self.vocab) if self.loss_kind == "distill" else 0
 
     @property
@@ -318,18 +314,17 @@ class Case:
         return frozenset(split(self.loss)[1])
 
     def loss_numbers(self, option: str) -> Numbers:
-        """Return the numbers of an option of the loss, or the option's default numbers if the loss does not
-        name any."""
+        """Return the numbers of an option of the loss; its defaults if the case gives none."""
         return numbers_of(self.loss, option)
 
     def loss_number(self, option: str) -> float | None:
-        """Return the number of an option of the loss that has a single one; None is no bound."""
+        """Return the number of an option that has a single one; None means no bound."""
         (number,) = self.loss_numbers(option)
         return number
 
     @property
     def advantages_kind(self) -> str:
-        """Kind of advantages: ``given``, or the name of the estimator that computes them."""
+        """Kind of advantages: ``given``, or the name of an estimator."""
         return self.advantages.split("+")[0]
 
     @property
@@ -339,20 +334,19 @@ class Case:
 
     @property
     def compares_answers(self) -> bool:
-        """True if an advantage depends on the rewards of other responses to the same prompt."""
+        """True if an advantage depends on rewards of other responses to the same prompt."""
         return self.advantages_kind in ("grpo", "rloo", "gdpo", "reinforce-baseline")
 
     @property
     def takes_divergence_from_rewards(self) -> bool:
-        """True if the divergence from the reference policy is subtracted from the rewards before advantages
-        are computed."""
+        """True if the KL from the reference policy is subtracted from the rewards."""
         return self.loss_kind == "pg" and "in-reward" in self.loss_options
 
     def __str__(self) -> str:
-        """Return the line that ``parse`` reads: backend, seed, and ``key=value`` of every other field that is
-        not at its default."""
+        """Return the line that ``parse`` reads: backend, seed, and ``key=value`` for all other fields that
+        differ from their default."""
         words = [f"backend={self.backend}", f"seed={self.seed}"]
-        # The first two fields, backend and seed, are always written.
+        # Backend and seed, the first two fields, are always written.
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:
@@ -391,7 +385,7 @@ SPARSE_FIELDS = (
     "etp",
     "stacks",
 )
-"""Fields of a mixture of experts."""
+"""Fields that apply to mixtures of experts."""
 _MEGATRON_ONLY = (
     "pp",
     "first",
@@ -408,7 +402,7 @@ _MEGATRON_ONLY = (
     "model_class",
 )
 _OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora", "stacks", "outer")
-# These are the fields that a backend, a family, a way of batching or an optimizer does not use.
+# Fields without effect for a backend, family, kind of batching, optimizer, kind of paths or loss.
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
@@ -430,8 +424,8 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
 
 
 def fields_without_use(owner: str) -> tuple[str, ...]:
-    """Return the fields that have no effect with ``owner``, the name of a backend, family, kind of batching,
-    optimizer, kind of paths or loss."""
+    """Return the fields that have no effect with a backend, family, kind of batching, optimizer, kind of
+    paths or loss."""
     return _FOREIGN.get(owner, ())
 
 

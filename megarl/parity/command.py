@@ -1,5 +1,5 @@
-"""The command ``megarl parity``: it runs many random cases or one given case, or proves that planted faults
-are caught."""
+"""Implementation of ``megarl parity``: run random cases or one given case, or prove that planted faults are
+detected."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ JOB_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line of ``megarl parity``.
+    """Command line of ``megarl parity``.
 
     Attributes:
-        cases: number of random cases to run.
+        cases: number of random cases.
         seed: seed of the random cases.
-        backends: backends of the workers; empty for all that the rules accept.
-        max_world: largest number of ranks.
-        case: a line that represents one case, which is then the only one that runs.
-        mutate: name of a fault to plant in the workers; with ``prove``, also a kind of quantity or a module,
-            which selects all of its faults.
-        prove: plant every fault, or those that ``mutate`` selects, and fail if one is not caught.
+        backends: backends to test; empty for all.
+        max_world: maximum number of ranks.
+        case: line of a case to run instead of random ones.
+        mutate: fault to plant in the workers. With ``prove`` also a kind of quantity or a module, which
+            selects all its faults.
+        prove: plant all faults, or those that ``mutate`` selects, and fail if one is not detected.
         json: file for the results.
-        only: words that every random case has, and every case of a proof in addition to its own.
-        job_seconds: time limit for the workers of a case.
+        only: ``key=value`` words that every random case has, and every case of a proof in addition to its
+            own.
+        job_seconds: timeout of a case's workers.
     """
 
     cases: int = 100
@@ -62,14 +63,15 @@ class Options:
 
 @dataclass
 class Results:
-    """The cases of a run and their differences.
+    """Cases of a run and their results.
 
     Attributes:
-        failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
-        late: lines of the cases whose workers did not reply in time.
-        worst: the largest error of each kind of quantity, with its case: in float32, in float32 with a small
-            epsilon, and in 16 bit.
-        coverage: coverage of the cases that passed.
+        passed: number of cases that passed.
+        failures: for each failing case, a dictionary with ``case``, ``smallest`` and ``mismatches``.
+        late: lines of the cases whose workers timed out.
+        worst: kind of quantity -> (largest error, its case); separate for float32, float32 with measured
+            bounds, and 16 bit.
+        coverage: features of the cases that passed.
     """
 
     passed: int = 0
@@ -95,14 +97,13 @@ def _with_measured_bounds(case: Case) -> str:
 
 
 def run(options: Options, console: Console | None = None) -> int:
-    """Run the command line, and return the exit code: 0 if everything agrees (with ``prove``, if every fault
-    is caught), otherwise 1.
+    """Run the command. Return 0 if everything agrees (with ``prove``: if every fault is detected), else 1.
 
     Raises:
-        ConfigError: the case or the mutation cannot be used.
+        ConfigError: the case or the mutation is invalid.
     """
     console = console or Console(highlight=False)
-    # Hundreds of workers are built, and the choices that each of them logs would bury the results.
+    # Hundreds of workers are built, and their log messages would hide the results.
     logging.getLogger("megarl").setLevel(logging.WARNING)
     given = parse(options.case) if options.case is not None else None
     fixed = words_of(options.only)
@@ -131,7 +132,7 @@ def _faults(options: Options) -> Mapping[str, Fault]:
     """Return the faults that the command line selects.
 
     Raises:
-        ConfigError: there is no such fault, or several are selected although a case can have only one.
+        ConfigError: the fault does not exist, or several are selected although a case can have only one.
     """
     if options.mutate is None:
         return known_faults(options.seed) if options.prove else {}
@@ -146,6 +147,7 @@ def _faults(options: Options) -> Mapping[str, Fault]:
 
 def _one(runner: CaseRunner, case: Case, fault: Fault | None, options: Options, console: Console) -> int:
     outcome = runner.run(case, fault)
+    # Errors of different quantities are comparable only relative to their bounds.
     worst = sorted(outcome.differences, key=lambda found: -found.error / found.bound)[:5]
     for line in (
         [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)]
@@ -175,8 +177,7 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
             outcome = runner.run(case, fault)
             if outcome.passes:
                 results.add(outcome)
-            # A time-out on a busy machine is not a mismatch, and shrinking the case would wait for the same
-            # limit many times.
+            # A timeout on a busy machine is no mismatch, and shrinking the case would wait for many more.
             elif outcome.timed_out:
                 results.late.append(str(case))
                 progress.say(f"NO RESULT in {options.job_seconds:g} s: {case}", "bold yellow")
@@ -191,12 +192,13 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
 def _failure(
     runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: ProgressConsole
 ) -> dict[str, Any]:
-    """Print what failed, shrink the case to the smallest one that still fails, and print how to reproduce it.
-    Return the record of the failure."""
+    """Print a failure, shrink the case to the smallest one that still fails, and print how to reproduce it.
+    Return a record for the JSON file."""
     progress.say(f"FAILED {outcome.case}", "bold red")
     for line in outcome.summary():
         progress.say(f"  {line}", "")
     smallest = shrink(outcome.case, lambda case: not runner.run(case, fault).passes, runner.possible)
+    # ``shrink`` returns only the case, so run it again for its mismatches.
     again = runner.run(smallest, fault)
     progress.say(
         f'  smallest: megarl parity --case "{smallest}"'

@@ -1,10 +1,10 @@
-"""Comparison of the ranks' measurements with the reference.
+"""Compare the measurements of all ranks with the reference.
 
-Bounds are relative: one number in float32; in 16 bit, numbers that ``megarl.parity.noise`` measures. Each
-error is relative to a scale. For a log-probability this is its own size or 1. For a loss or a metric it is
-the sum of its rows' contributions, because terms that cancel leave no better sum, or the effect of such an
-error of the log-probabilities (``Expected.scales``). For a weight it is the norm of its tensor. For a
-gradient norm it is the norm itself, or the size of terms that cancel in it (``Expected.norm_scales``).
+Bounds are relative: a constant in float32, and measured in 16 bit (``megarl.parity.noise``). An error is
+relative to a scale. For a log-probability: its magnitude, at least 1. For a loss or metric: the sum of its
+rows' contributions, because cancelling terms leave no more accurate sum, or the effect of such an error of
+the log-probabilities (``Expected.scales``). For a weight: the norm of its tensor. For a gradient norm: the
+norm, or the size of terms that cancel in it (``Expected.norm_scales``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megarl.parity.reference import Expected
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of one quantity from its expected value.
+    """Deviation of a quantity from its expected value.
 
     Attributes:
-        what: the quantity, for example ``step 1 grad_norm``.
-        kind: its class, for summaries: ``logprobs``, ``loss``, ``metric``, ``grad_norm``, ``weights``.
+        what: the quantity, such as ``call 1 grad_norm``.
+        kind: its class: ``logprobs``, ``loss``, ``metric``, ``grad_norm``, ``weights``.
         error: relative error; infinite if a number is missing or NaN.
-        bound: the largest error that passes.
-        found, expected: the numbers, as text.
+        bound: maximum error.
+        found, expected: the numbers as text.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Difference:
 
     @property
     def passes(self) -> bool:
-        """True if the error is within its bound."""
+        """True if the error is within the bound."""
         return self.error <= self.bound
 
     def __str__(self) -> str:
@@ -70,16 +70,16 @@ def compare(
     expected: Expected,
     bounds: Bounds,
 ) -> list[Difference]:
-    """Return the differences of all quantities of a case from the reference.
+    """Return the deviations of all quantities of a case from the reference.
 
     Args:
         case: the case.
         config: its policy configuration.
-        batch: its whole batch.
+        batch: its batch.
         shares: measurements of all ranks.
         logprobs: log-probabilities [B, S] of the reference before training.
         expected: results of training the reference.
-        bounds: the largest errors that pass.
+        bounds: maximum errors.
     """
     first_shares = _first_shares(shares)
     by_data_rank = [first_shares[rank] for rank in range(case.dp)]
@@ -89,7 +89,7 @@ def compare(
     found += _restored(LOGPROBS_AFTER, dealt, after, expected.logprobs[: case.logprob_rows], bounds)
     rows = slice(case.logprob_rows)
     masked = (batch["token_mask"][rows] == 0) | (batch["sample_mask"][rows, None] == 0)
-    # Fast paths leave masked positions at 0. Models that score have no such path.
+    # Fast paths skip masked positions, which stay 0. Models with a score layer have no such path.
     skips = case.is_fast and not case.scores
     for number, (what, complete) in enumerate(
         ((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if skips else ()
@@ -98,6 +98,7 @@ def compare(
         found += _restored(
             what, dealt, parts, complete[rows].masked_fill(masked, 0.0), bounds, note=" under the mask"
         )
+    # Without adapters, the reference policy is the model before training.
     base = wanted if expected.base_logprobs is None else expected.base_logprobs[rows]
     for number, when in enumerate(("before", "after")) if case.reference else ():
         again = [share.reference_logprobs[number] for share in by_data_rank]
@@ -126,7 +127,7 @@ def _number(
 
 
 def _repeated(rank: int, share: Share) -> Difference:
-    """Check that computing the reference policy's log-probabilities leaves the policy unchanged."""
+    """Check that computing the reference policy's log-probabilities does not change the policy's."""
     told = "the same" if share.repeated else "others"
     what = f"rank {rank} log-probabilities after those of the reference policy"
     return Difference(
@@ -151,14 +152,13 @@ def _likeliest(
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
     if case.is_fast:
         wanted = (batch["token_mask"] != 0) & (batch["sample_mask"][:, None] != 0)
-        # A position predicts the token after it, so that token's mask decides.
+        # The mask of the predicted token, which is one position later, decides.
         follows = follows & torch.nn.functional.pad(wanted[: len(logits), 1:], (0, 1))
     nothing = torch.zeros_like(logits)
-    # No token follows the last position, so the reference has no distribution for it.
+    # The last position predicts nothing, so the reference has no distribution there.
     logarithms = torch.nn.functional.pad(distributions, (0, 0, 0, 1))
     largest = logarithms.topk(case.likeliest).values.where(follows[..., None], nothing)
-    # Clamp ids outside of the vocabulary, which would make the gather fail. They are compared with 0 instead,
-    # so that the comparison finds them.
+    # An id outside of the vocabulary would make gather fail. Clamp it and compare with 0, which reports it.
     inside = (tokens >= 0) & (tokens < case.vocab)
     of_tokens = logarithms.gather(2, tokens.clamp(0, case.vocab - 1)).where(
         follows[..., None] & inside, nothing
@@ -179,8 +179,8 @@ def _likeliest(
 def _restored(
     what: str, dealt: ShardedBatch, parts: Sequence[Tensor], expected: Tensor, bounds: Bounds, note: str = ""
 ) -> list[Difference]:
-    """Return the differences of the log-probabilities of all data-parallel ranks, in the order of the batch:
-    that of the worst token, and the root mean square."""
+    """Return the deviations of all ranks' log-probabilities in the order of the batch: the worst token's, and
+    the root mean square."""
     given, asked = list(map(len, parts)), [shard.size for shard in dealt.shards]
     if given != asked:
         return [
@@ -188,22 +188,21 @@ def _restored(
                 what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}"
             )
         ]
-    # All other kinds of log-probabilities, such as the reference policy's, come from the weights before
-    # training.
+    # The other kinds, such as the reference policy's, belong to the weights before training.
     like = LOGPROBS_AFTER if what == LOGPROBS_AFTER else LOGPROBS
     what += note
     found = dealt.restore(parts)
     worst = _logprobs(what, found, expected, bounds.of(like))
     if found.shape != expected.shape:
         return [worst]
-    # Leave out what is 0 by definition, column 0 and padding, because it would only lower the mean.
+    # Column 0 and padding are 0 by definition, and would only lower the mean.
     error, bound = root_mean_square(token_errors(found, expected)[expected != 0]), bounds.of(like + MEAN)
     means = f"mean {float(found.mean()):.9g}", f"mean {float(expected.mean()):.9g}"
     return [worst, Difference(f"{what}, root mean square", "logprobs", error, bound, *means)]
 
 
 def _logprobs(what: str, found: Tensor, expected: Tensor, bound: float) -> Difference:
-    """Return the difference of the worst token."""
+    """Return the deviation of the worst token."""
     if found.shape != expected.shape:
         return Difference(
             what, "logprobs", math.inf, bound, f"shape {list(found.shape)}", f"shape {list(expected.shape)}"
@@ -234,8 +233,8 @@ def _losses(answer: Mapping[str, object]) -> list[float]:
 def _call(
     case: Case, call: int, answers: Sequence[Mapping[str, object]], expected: Expected, bounds: Bounds
 ) -> list[Difference]:
-    """Return the differences of one ``train()`` call: its losses, its gradient norms, and all metrics,
-    reduced as the driver reduces them."""
+    """Return the deviations of a ``train()`` call: losses, gradient norms, and metrics, reduced as on the
+    driver."""
     metrics: dict[str, list[float]] = {}
     for answer in answers:
         reported = answer["all_mb_metrics"]
@@ -262,6 +261,7 @@ def _call(
     for index, (loss, target) in enumerate(both):
         found.append(one(f"loss {index}", "loss", loss, target, scales["loss"]))
     mean_norm, mean_scale = sum(norms) / len(norms), sum(norm_scales) / len(norms)
+    # ``train()`` reports the gradient norm of its last global batch.
     last = first["grad_norm"]
     assert isinstance(last, Tensor)
     found += [
@@ -275,8 +275,7 @@ def _call(
     found += [
         one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")
     ]
-    # Compare the metrics of both sides: a metric that one side lacks is NaN there, and therefore out of
-    # bounds.
+    # Compare the union of both sides: a missing metric becomes NaN, which exceeds every bound.
     for name in sorted({*reduced, *wanted} - {"grad_norm"}):
         found.append(
             one(
@@ -287,7 +286,7 @@ def _call(
 
 
 def _per_batch(metrics: Mapping[str, list[float]], norms: Sequence[float]) -> list[float]:
-    """Return the gradient norms that the first replica reported, one per global batch."""
+    """Return the gradient norms that the first data-parallel rank reported, one per global batch."""
     reported = metrics.get("grad_norm", [])[: len(norms)]
     return [*reported, *[math.nan] * (len(norms) - len(reported))]
 

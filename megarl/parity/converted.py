@@ -1,4 +1,4 @@
-"""Log-probabilities that a Megatron-Core worker computes from a Hugging Face directory, for ``megarl convert
+"""Compute log-probabilities of a Hugging Face model on a Megatron-Core worker, for ``megarl convert
 selftest``."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.parity.pool import WorkerPool
 
 @contextmanager
 def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, Tensor], Tensor]]:
-    """Yield the function of ``logprobs_by``, with one worker process on a CPU."""
+    """Yield the function of ``logprobs_by``, with one worker process on the CPU."""
     with WorkerPool() as pool:
         yield logprobs_by(pool, family_files)
 
@@ -28,8 +28,8 @@ def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, 
 def logprobs_by(
     pool: WorkerPool, family_files: Sequence[Path], **megatron: Any
 ) -> Callable[[Path, Tensor], Tensor]:
-    """Return a function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S]
-    float32, zero in column 0.
+    """Return a function: (Hugging Face directory, tokens [B, S] int64) -> log-probabilities [B, S] float32, 0
+    in column 0.
 
     Args:
         pool: runs the worker.
@@ -39,6 +39,7 @@ def logprobs_by(
 
     def compute(directory: Path, tokens: Tensor) -> Tensor:
         (found,) = pool.run(1, _compute, _policy(directory, tokens, family_files, megatron), tokens)
+        # A worker returns this error, because the pool would turn a raised one into a ``JobError``.
         if isinstance(found, ConversionError):
             raise found
         return found
@@ -67,7 +68,7 @@ def _policy(
 
 
 def _compute(policy: PolicyConfig, tokens: Tensor) -> Tensor | ConversionError:
-    # Import here, because only the worker process needs Megatron-Core.
+    # Only the worker process needs Megatron-Core, so import it here.
     from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
     try:

@@ -1,4 +1,4 @@
-"""Coverage: the features of a run's cases, and how often each feature passed on each backend."""
+"""Count how often each feature was tested, per backend and precision, in cases that passed."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def _choices(key: str, chosen: str, names: Iterable[str]) -> dict[str, bool]:
 
 
 def _table(case: Case) -> dict[str, bool]:
-    """Return every feature in the order of the table, with whether the case has it."""
+    """Return feature -> whether the case has it, in the order of the table."""
     loss, options, made = case.loss_kind, case.loss_options, case.advantages_options
-    # If a token goes to all experts, the load is balanced whatever the routers do.
+    # With all experts selected, the load is always balanced.
     balanced = case.balance if case.topk < case.experts else "none"
     return {
         **_choices("family", case.family, (*DENSE, *OF_MEGATRON, *SPARSE)),
@@ -169,11 +169,11 @@ def _table(case: Case) -> dict[str, bool]:
 
 
 FEATURES = tuple(_table(Case()))
-"""Every feature, in the order of the table."""
+"""All features, in the order of the table."""
 
 
 def features(case: Case) -> list[str]:
-    """Return the features that a case has, in the order of ``FEATURES``."""
+    """Return the features of a case, in the order of ``FEATURES``."""
     return [name for name, has in _table(case).items() if has]
 
 
@@ -182,12 +182,11 @@ def _column(backend: str, half: bool) -> str:
 
 
 COLUMNS = tuple(_column(backend, half) for half in (False, True) for backend in BACKENDS)
-"""The columns of the table: every backend in float32, then every backend in 16 bit."""
+"""Columns of the table: each backend in float32, then each in 16 bit."""
 
 
 class Coverage:
-    """Counts of features, and of pairs of features, in cases that passed, by backend and by float32 or 16
-    bit."""
+    """Counts of features and of pairs of features in cases that passed, per backend and precision."""
 
     def __init__(self) -> None:
         self._single = defaultdict[str, Counter[str]](Counter)
@@ -202,8 +201,8 @@ class Coverage:
         self._pairs[column].update(map(" + ".join, combinations(found, 2)))
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return ``features`` and ``pairs``, each with counts by column of the table. The feature ``all``
-        counts every case."""
+        """Return ``features`` and ``pairs``: column -> name -> count. The feature ``all`` counts all
+        cases."""
         features: dict[str, dict[str, int]] = {}
         pairs: dict[str, dict[str, int]] = {}
         for column in self._used():
@@ -218,7 +217,7 @@ class Coverage:
         return [column for column in COLUMNS if self._cases[column]]
 
     def show(self, console: Console) -> None:
-        """Print a table of features by backend and precision, with a dash if no case had the feature."""
+        """Print a table of features per column; a dash means that no case had the feature."""
         used = self._used()
         table = Table(title="passed cases that had a feature")
         table.add_column("feature")

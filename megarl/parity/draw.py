@@ -1,5 +1,5 @@
-"""Random cases. Every field is sampled freely and the rules of configurations decide what is possible, so a
-new feature is included as soon as the rules allow it."""
+"""Sample random cases. All fields are sampled freely, and the configuration rules reject what is impossible,
+so a new feature is included as soon as the rules allow it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megarl.parity.draw_loss import draw_loss
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import LEAST_HIDDEN, absent_model_class, refusal
 
-# No layout divides vocabularies of these sizes, so that tensor parallelism always has to pad them.
+# Prime vocabulary sizes, so that tensor parallelism always has to pad.
 PRIMES = (
     11,
     13,
@@ -74,11 +74,11 @@ PACKERS = (
 )
 ATTEMPTS = 2000
 PATIENCE = 100
-"""Attempts at a case with one backend and kind of model. Many layouts are refused for mixtures, and this
-keeps mixtures from becoming rarer."""
+"""Attempts with one backend and kind of model. Rules reject many layouts of mixtures of experts; without
+this, these would become rarer."""
 SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE, STACKED_SHARE = 0.45, 0.3, 0.25, 0.5, 0.6
 OUTER_SHARE = 0.4
-# Small worlds are faster and find most errors; large ones are needed to combine three kinds of parallelism.
+# Small worlds are faster and find most errors. Large ones are needed to combine three kinds of parallelism.
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
 """Learning rates in 16 bit; smaller steps would vanish in the rounding of the weights."""
@@ -90,16 +90,16 @@ AXES: Mapping[str, Sequence[str]] = {
 
 
 class Drawer:
-    """A sampler of cases that the rules of configurations accept.
+    """Samples cases that the configuration rules accept.
 
     Args:
         shelf: stores the configs of sampled models, which the rules read.
-        backends: backends of the workers.
-        max_world: largest number of ranks.
-        fixed: fields that every case has; for ``loss`` and ``advantages``, the kind and the least options.
+        backends: backends to sample.
+        max_world: maximum number of ranks.
+        fixed: fields of every case; for ``loss`` and ``advantages``, the kind and options to include.
 
     Attributes:
-        refusals: how often each configuration key was the reason to sample again.
+        refusals: configuration key -> number of candidates that were rejected because of it.
     """
 
     def __init__(
@@ -117,13 +117,15 @@ class Drawer:
         self._reasons: dict[str, str] = {}
 
     def draw(self, seed: int, number: int) -> Case:
-        """Return the ``number``-th case of ``seed``, which does not depend on earlier calls.
+        """Return case ``number`` of ``seed``; independent of earlier calls.
 
         Raises:
-            ConfigError: the rules refuse every sampled case.
+            ConfigError: the rules reject every candidate.
         """
         generator = random.Random(f"{seed}/{number}")
         for attempt in range(ATTEMPTS):
+            # The fixed fields may rule out a backend or all its dense families, so choose again after some
+            # failures.
             if attempt % PATIENCE == 0:
                 backend = self._fixed.get("backend") or generator.choice(self._backends)
                 sparse = backend == "megatron" and generator.random() < SPARSE_SHARE
@@ -152,11 +154,11 @@ class Drawer:
         }
         fixed = {name: value for name, value in self._fixed.items() if name not in ("loss", "advantages")}
         fields |= _layout(generator, backend, self._max_world) | fixed
-        # Use a separate generator, so that the choice of losses does not change what else a seed gives.
+        # A separate generator, so that the choice of losses does not change the other fields of a seed.
         fields |= draw_loss(
             random.Random(f"{fields['seed']}/loss"), self._fixed.get("loss"), self._fixed.get("advantages")
         )
-        # Keep this order, because each function reads the choices of those before it.
+        # Keep this order: each function reads the fields of those before it.
         for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | fixed
         fields |= _adapters(random.Random(f"{fields['seed']}/lora"), fields) | fixed
@@ -167,7 +169,7 @@ class Drawer:
 
 
 def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str, Any]:
-    """Return a random layout: each prime factor of the number of ranks goes to a random axis."""
+    """Sample a layout: assign each prime factor of the world size to a random axis."""
     world = generator.choice([world for world in WORLDS if world <= max_world])
     sizes = dict.fromkeys(AXES[backend], 1)
     for prime in (2, 3):
@@ -185,7 +187,7 @@ def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str,
 
 
 def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's sizes: tensor parallelism divides them, and they differ from one another."""
+    """Sample the model's sizes; they are divisible by the tensor-parallel size, and distinct."""
     family, tensor = fields["family"], fields.get("tp", 1)
     kv = tensor * generator.choice((1, 1, 2))
     group = generator.choice([group for group in (1, 2, 3, 3, 5) if kv * group <= max(12, kv)])
@@ -194,6 +196,7 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     width = generator.choice(
         [width for width in range(least, least + 10) if width != head and width * heads <= 72] or [least]
     )
+    # Distinct sizes, so that swapped dimensions change a shape.
     taken = {heads * width, heads * head, heads, kv}
     chosen: dict[str, Any] = {
         "tied": generator.random() < 0.4,
@@ -203,6 +206,7 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
         "head": head,
         "width": width,
         "ffn": generator.choice([size for size in range(3 * tensor, 60, tensor) if size not in taken]),
+        # A prime is not divisible by a tensor-parallel size, so the vocabulary needs padding.
         "vocab": generator.choice(PRIMES),
         "window": generator.choice((0, generator.randint(2, 9))) if family in WINDOWED else 0,
     }
@@ -221,14 +225,14 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
     experts = experts if experts > 2 else ep * generator.choice((2, 3, 4))
     drawn = {
         "experts": experts,
-        # Seldom choose all experts, because there is then nothing to balance.
+        # Rarely select all experts, because the load is then always balanced.
         "topk": min(experts, generator.choice((2, 2, 2, 3))),
         "dispatcher": generator.choice(DISPATCHERS),
         "balance": generator.choice(BALANCES),
         "zloss": generator.random() < 0.3,
         "freeze": generator.random() < 0.2,
         "router": generator.choice(("model", *ROUTER_TYPES)),
-        # Tensor parallelism has to divide shared experts.
+        # Shared experts must be divisible by the tensor-parallel size.
         "expert": (etp if family == "qwen3_moe" else tensor) * generator.randint(3, 9)
         if family != "mixtral"
         else 0,
@@ -238,8 +242,8 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
 
 
 def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of layers and their division among pipeline stages: evenly, in chunks, with more or
-    fewer in the first and the last stage, or as a written layout."""
+    """Sample the number of layers and their division among pipeline stages: even, in model chunks, uneven at
+    the ends, or as an explicit layout."""
     pipeline = fields.get("pp", 1)
     if pipeline == 1:
         return {"layers": generator.choice((1, 3, 3, 5))}
@@ -253,6 +257,7 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
         return {"layers": pipeline * chunks, "vpp": chunks}
     first, last = generator.choice((1, 2)), generator.choice((1, 2))
     middle = generator.choice((1, 2)) if pipeline > 2 else 0
+    # With two stages, none is in the middle.
     which = generator.choice(("both", "first", "last")) if pipeline > 2 else "both"
     if which == "first":
         return {"layers": first + middle * (pipeline - 1), "first": first}
@@ -262,12 +267,12 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
-    """Return a written layout of one or two chunks per stage. Each chunk has one or two layers; the chunks
-    with the embedding and the output may have none."""
+    """Sample an explicit layout with one or two chunks per stage. Chunks have one or two layers; those with
+    the embedding and the output layer may have none."""
     chunks = pipeline * generator.choice((1, 1, 2))
     inner = [generator.randint(1, 2) for _ in range(chunks - 2)]
     counts = [generator.randint(0, 2), *inner, generator.randint(0, 2)]
-    # Make sure that there is at least one layer.
+    # At least one layer is needed.
     counts[0] += not sum(counts)
     held = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
     return {"layers": sum(counts), "layout": "|".join(["E" + held[0], *held[1:-1], held[-1] + "L"])}
@@ -295,7 +300,7 @@ def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str,
         "lr": HALF_RATES[optimizer] if half else 0.002,
         "clip": generator.choice((0.0, 0.05, 1.0)),
         "warmup": generator.random() < 0.3,
-        # A decay needs enough steps for a warm-up and for the steps after it.
+        # A decay needs steps after the warm-up.
         "steps": generator.choice((3, 4)) if falls else 2,
     }
     if fields["backend"] == "megatron":
@@ -335,7 +340,7 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     if generator.random() < 0.4:
         chosen["rows"] = generator.randint(1, fields["steps"] * mbs * chosen["micro"] * fields.get("dp", 1))
     if batching != "fixed":
-        # Both rows of a pair have to fit into one micro-batch.
+        # Both rows of a pair must fit into a micro-batch.
         chosen["room"] = generator.randint(0, 3 * length) + (length if pairs else 0)
     if batching == "dynamic":
         chosen["round"] = generator.choice((1, 4, 8))
@@ -345,12 +350,12 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return adapters if the rules allow them. They have their own generator and are sampled after everything
-    else, so that they never cause a case to be sampled again.
+    """Sample adapters, if the rules allow them. They have a separate generator and are sampled last, so that
+    they never cause a case to be rejected.
 
-    A written layout may have a stage without layers, where nothing would be trained. With Adam's small
-    epsilon, a gradient that cancels to rounding errors (such as that of the only visible key) moves a number
-    of a factor, and thereby a whole row of the weight.
+    Excluded: explicit layouts, in which a stage may have no layers and thus nothing to train; and Adam's
+    small epsilon, with which a gradient of rounding errors moves an element of a factor, and thereby a whole
+    row of the weight.
     """
     possible = (
         fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
@@ -367,8 +372,8 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of segments, above 1 only if advantages are given and a global batch has several
-    rows. It has its own generator, like adapters."""
+    """Sample the number of segments per response, above 1 only if advantages are given and a global batch has
+    several rows. Has a separate generator, like adapters."""
     rows = fields["mbs"] * fields["micro"] * fields.get("dp", 1)
     possible = (
         fields["loss"].split("+")[0] == "pg" and fields["advantages"].split("+")[0] == "given" and rows > 1
@@ -377,15 +382,14 @@ def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _model_class(generator: random.Random, backend: str) -> dict[str, Any]:
-    """Return one of Megatron-Core's model classes, if both are available. It has its own generator, like
-    adapters."""
+    """Sample a Megatron-Core model class, if both are available. Has a separate generator, like adapters."""
     possible = backend == "megatron" and absent_model_class() is None
     return {"model_class": generator.choice(MODEL_CLASSES) if possible else MODEL_CLASSES[0]}
 
 
 def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kind of paths, sampled after all other fields, so that each seed keeps its fields from
-    before this choice existed."""
+    """Sample the kind of paths, after all other fields, so that a seed keeps the fields that it had before
+    this choice existed."""
     paths = fields.get("paths") or generator.choice(("fast", "fast", *PATHS))
     chunked = paths == "fast" and generator.random() < 0.4
     return {"paths": paths, "chunk": generator.randint(1, 2 * fields["length"]) if chunked else 0}

@@ -1,5 +1,8 @@
-"""Relative errors: of a log-probability to its own size or 1, of a number to its own size or that of its
-terms, of a weight to its tensor."""
+"""Relative errors of log-probabilities, numbers and tensors.
+
+The error of a log-probability is relative to its size, but at least to 1; the error of a number is relative
+to its size or the size of the terms that it is computed from; the error of a tensor is relative to its norm.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,19 @@ import torch
 from torch import Tensor
 
 BOUND = 1e-5
-"""Largest relative error in float32, and in other precisions of quantities that rounding does not affect."""
+"""Largest accepted relative error in float32, and in 16-bit precision for quantities that 16-bit rounding
+does not affect."""
 
-# In exp(d) - d - 1 each difference rounds once, and exp by up to two units: at most 4 units of float32,
-# relative to the sum of the terms.
+# In exp(d) - d - 1 each subtraction rounds once, and exp is off by up to two units. That is at most 4 float32
+# units in total, relative to the sum of the absolute terms.
 ROUNDING = 4 * 2.0**-24
 
 
 def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
-    """Return ``|found - expected|`` divided by the larger of ``|expected|`` and ``scale``. The result is 0
-    for equal numbers, including infinities, and infinite for NaN."""
+    """Return ``|found - expected|`` divided by the larger of ``|expected|`` and ``scale``.
+
+    The result is 0 for equal numbers, including equal infinities, and infinite for NaN.
+    """
     if found == expected:
         return 0.0
     size = max(abs(expected), scale)
@@ -28,8 +34,10 @@ def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
 
 
 def token_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Return the error of every log-probability, in their shape. Where ``expected`` is exactly 0 (column 0,
-    padding), any other value has an infinite error."""
+    """Return the error of each log-probability, in the shape of ``found``.
+
+    Where ``expected`` is exactly 0 (column 0 and padding), any other value counts as an infinite error.
+    """
     error = (found - expected).abs() / expected.abs().clamp(min=1.0)
     return torch.where((expected == 0) & (found != 0), math.inf, error).nan_to_num(
         nan=math.inf, posinf=math.inf
@@ -37,12 +45,14 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def tensor_error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference divided by that of ``expected``; infinite for NaN, and for any
-    non-zero tensor if 0 is expected."""
+    """Return the norm of the difference divided by the norm of ``expected``.
+
+    The result is infinite for NaN, and for any non-zero difference if ``expected`` is all zeros.
+    """
     difference, size = float((found.float() - expected.float()).norm()), float(expected.float().norm())
     return difference / size if math.isfinite(difference) and size else math.inf if difference else 0.0
 
 
 def root_mean_square(errors: Tensor) -> float:
-    """Return the root mean square of all numbers; 0 if there are none."""
+    """Return the root mean square of all elements; 0 for an empty tensor."""
     return float(errors.double().square().mean().sqrt()) if errors.numel() else 0.0

@@ -1,13 +1,12 @@
-"""Planted faults: changes of the trainer's source text, each with the cases of ``megarl parity`` that must
+"""Planted faults: small changes to the trainer's source code, each with the ``megarl parity`` cases that must
 detect it.
 
-A fault is planted without writing a file. Its module is compiled with the changed text, and while a case
-runs, the functions that differ have their new code. Modules that imported such a function earlier have the
-fault too.
+Planting a fault writes no file. The changed source text of a module is compiled, and while a case runs, the
+changed functions get the new code objects. Modules that imported such a function before see the fault too.
 
-This table has one or two faults for each kind of quantity that is compared, and for each family of losses:
-enough to see that the comparison detects faults. A checkout has many more in ``tests/mutations``, which are
-then available here as well.
+The table below has one or two faults for each kind of compared quantity and each family of losses, which is
+enough to show that the comparison detects faults. A checkout has many more in ``tests/mutations``; they are
+added if that directory exists.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 from megarl.errors import ConfigError
 
 MUTATIONS = Path(__file__).parents[2] / "tests" / "mutations" / "__init__.py"
-"""File of a checkout that creates its faults."""
+"""File that defines the additional faults; it exists only in a checkout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,12 @@ class Fault:
 
     Attributes:
         module: dotted name of the module that is changed.
-        old: a text that the module's source contains exactly once, within a function.
-        new: the text that replaces it.
-        cases: lines of cases. Each runs on the backend that it names, or on all backends that have the
-            features it names.
-        kind: the kind of quantity that must be out of bounds in each of these runs; if empty, any kind in any
-            of the runs is enough.
+        old: source text to replace. It must occur exactly once in the module, inside a function.
+        new: the replacement.
+        cases: case lines that must detect the fault. A line without a backend runs on every backend that has
+            all the features it uses.
+        kind: kind of compared quantity (``logprobs``, ``loss``, ...) that must be out of bounds in every
+            case. If empty, one case must detect the fault, by any kind of quantity.
     """
 
     module: str
@@ -51,10 +50,10 @@ class Fault:
 
 @contextlib.contextmanager
 def planted(fault: Fault | None) -> Iterator[None]:
-    """Plant a fault in this process while the block runs; None plants no fault.
+    """Plant a fault in this process for the duration of the ``with`` block; None plants no fault.
 
     Raises:
-        ConfigError: the module does not contain the text exactly once, or no function contains it.
+        ConfigError: the text does not occur exactly once in the module, or is not inside a function.
     """
     if fault is None:
         yield
@@ -71,18 +70,19 @@ def planted(fault: Fault | None) -> Iterator[None]:
 
 def _give(module: ModuleType, codes: Mapping[FunctionType, CodeType]) -> None:
     for function, code in codes.items():
+        # Replace the code object, not the function: other modules hold references to the function.
         function.__code__ = code
     for value in vars(module).values():
-        if hasattr(value, "cache_clear"):  # The other code made what this cache keeps.
+        if hasattr(value, "cache_clear"):  # Cached values were computed by the replaced code.
             value.cache_clear()
 
 
 def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, CodeType]:
-    """Return the functions that a fault changes, each with its new code.
+    """Return the functions that a fault changes, each with its new code object.
 
     Raises:
-        ConfigError: the fault's source text does not occur exactly once in the module, or is outside of any
-            function.
+        ConfigError: the text does not occur exactly once in the module, is not inside a function, or its
+            replacement needs other closure variables.
     """
     source = inspect.getsource(module)
     if source.count(fault.old) != 1:
@@ -91,7 +91,7 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
             "choose a text that occurs once"
         )
     changed = source.replace(fault.old, fault.new)
-    # With dont_inherit, this file's own __future__ imports do not change how the text is compiled.
+    # Set dont_inherit: otherwise the __future__ imports of this file would also apply to the compiled text.
     before, after = (
         dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
         for text in (source, changed)
@@ -105,6 +105,8 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
             f"fault in {fault.module}: {fault.old!r} is in no function, or {fault.new!r} does the same; "
             "choose another text"
         )
+    # A function's closure cells are fixed at its definition, so a code object with other free variables
+    # cannot be assigned.
     if any(code.co_freevars != function.__code__.co_freevars for function, code in found.items()):
         raise ConfigError(
             f"fault in {fault.module}: {fault.new!r} closes over other names, such as that of super(); "
@@ -114,10 +116,13 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
 
 
 def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
-    """Yield the functions of a compiled module or class, by qualified name; nested functions are part of the
-    code of their outer function."""
+    """Yield the qualified name and the code object of each function in a compiled module or class.
+
+    Nested functions are not yielded, because they are constants of the code of their outer function.
+    """
     for constant in code.co_consts:
         if (
+            # Class bodies lack CO_NEWLOCALS; lambdas and comprehensions have a < in their name.
             isinstance(constant, CodeType)
             and constant.co_flags & inspect.CO_NEWLOCALS
             and "<" not in constant.co_qualname
@@ -128,7 +133,8 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
 
 
 def _without_lines(code: CodeType) -> CodeType:
-    """Return the code without line numbers, because a longer text shifts those of the functions after it."""
+    """Return the code object without line numbers. A replacement with more or fewer lines shifts the line
+    numbers of all later functions, which must not count as a change."""
     constants = (
         _without_lines(constant) if isinstance(constant, CodeType) else constant
         for constant in code.co_consts
@@ -140,6 +146,7 @@ def _function(module: ModuleType, name: str) -> FunctionType:
     found: Any = module
     for part in name.split("."):
         found = vars(found)[part]
+    # A property holds its function in fget, a cached function in __wrapped__.
     found = inspect.unwrap(getattr(found, "fget", None) or found)
     assert isinstance(found, FunctionType), f"{module.__name__}: {name} is no plain function"
     return found
@@ -152,7 +159,7 @@ _LOSSES, _VALUES, _ENGINE = (
 )
 _ADAPTED = ("megatron", "dtensor")
 _EXPERTS = "backend=megatron family=mixtral experts=4 topk=2 mbs=2 length=9 lora=2 stacks=1"
-# Each entry, by kind of quantity and name, holds the module, the text, its replacement, and the cases.
+# Kind of quantity -> fault name -> (module, old text, new text, case lines...).
 _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "logprobs": {
         "vocabulary-shards-not-combined": (
@@ -405,20 +412,20 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         for name, (module, old, new, *cases) in rows.items()
     }
 )
-"""The faults that are shipped with the package, by name."""
+"""Faults shipped with the package, by name."""
 
 
 def known_faults(seed: int = 0) -> Mapping[str, Fault]:
-    """Return all faults by name: the shipped ones and, in a checkout, those of its ``tests/mutations``.
+    """Return all faults by name: the shipped faults and, in a checkout, the faults of ``tests/mutations``.
 
     Args:
-        seed: seed of the sample of mutants that ``tests/mutations`` draws.
+        seed: seed for the random sample of mutants that ``tests/mutations`` generates.
     """
     if not MUTATIONS.is_file():
         return FAULTS
     sys.path.insert(
         0, str(MUTATIONS.parents[2])
-    )  # The path of an installed command does not contain the root of the checkout.
+    )  # ``tests`` is not importable from an installed command, whose sys.path lacks the root of the checkout.
     try:
         return {**FAULTS, **importlib.import_module("tests.mutations").parity_faults(seed)}
     finally:
@@ -426,10 +433,10 @@ def known_faults(seed: int = 0) -> Mapping[str, Fault]:
 
 
 def faults_named(name: str, seed: int = 0) -> dict[str, Fault]:
-    """Return the fault of that name, or all faults whose kind or module has that name.
+    """Return the fault with the given name, or all faults whose kind or module has that name.
 
     Raises:
-        ConfigError: there is no such fault.
+        ConfigError: no fault matches.
     """
     known = known_faults(seed)
     found = {each: fault for each, fault in known.items() if name in (each, fault.kind, fault.module)}

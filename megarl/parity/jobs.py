@@ -1,4 +1,4 @@
-"""Jobs of worker processes: the calls that a driver would make for a case, in their order, on a real
+"""Jobs of the worker processes: the calls that a driver makes for a case, in the same order, on a real policy
 worker."""
 
 from __future__ import annotations
@@ -44,21 +44,24 @@ WORKERS = {
 
 @dataclass(frozen=True)
 class Share:
-    """The measurements of one rank.
+    """Measurements of one rank.
 
     Attributes:
-        data_rank: its data-parallel rank.
-        logprobs: [rows of this rank, S] before training.
+        data_rank: the data-parallel rank.
+        logprobs: [rows of this rank, S] log-probabilities before training; values for a value or reward
+            model.
         logprobs_after: the same after training.
-        under_mask: log-probabilities with ``skip_masked``, before and after training; empty on plain paths.
-        repeated: whether log-probabilities were identical to the bit when computed again after the reference
-            policy's.
-        reference_logprobs: those of the reference policy, before and after training; empty without one.
-        likeliest: results of ``get_topk_logits``, on fast paths with ``skip_masked``, before and after
-            training; empty if the case does not request them.
+        under_mask: log-probabilities computed with ``skip_masked=True``, before and after training; empty on
+            plain paths.
+        repeated: True if recomputing the log-probabilities after those of the reference policy gave bitwise
+            equal results.
+        reference_logprobs: log-probabilities of the reference policy, before and after training; empty
+            without a reference policy.
+        likeliest: results of ``get_topk_logits`` before and after training, with ``skip_masked`` on fast
+            paths; empty if the case does not need them.
         evaluation: result of ``train(eval_mode=True)``; None if it was not called.
-        calls: result of each ``train()``.
-        weights: full tensors by Hugging Face name.
+        calls: result of each ``train()`` call.
+        weights: full tensors by Hugging Face name, exported after training.
     """
 
     data_rank: int
@@ -76,13 +79,13 @@ class Share:
 def measure(
     case: Case, config: PolicyConfig, batch: Mapping[str, Tensor], fault: Fault | None = None
 ) -> Share:
-    """Build the case's worker on this rank, and run and return everything that is compared.
+    """Build the worker of a case on this rank, run all its calls, and return the measurements.
 
     Args:
         case: the case.
-        config: its policy configuration, checked and filled in.
-        batch: the whole batch.
-        fault: fault that is planted meanwhile; None for none.
+        config: its validated policy configuration.
+        batch: the complete batch, the same on all ranks.
+        fault: fault to plant during the run; None for none.
     """
     with planted(fault), taken(case), _worker(case, config) as worker:
         return _measure(worker, case, config, batch)
@@ -101,8 +104,11 @@ def _worker(case: Case, config: PolicyConfig) -> Iterator[Any]:
 
 
 def with_signals_made(case: Case, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the batch of a case with the signals that a driver computes from its rewards, call by call,
-    instead of those of the reference."""
+    """Return the batch with advantages (or returns) that the driver's code computes from the rewards,
+    separately for each ``train()`` call.
+
+    They replace those that the reference computed. A batch with given advantages is returned unchanged.
+    """
     if case.advantages_kind == "given":
         return batch
     columns = joined_rows([_made(case, data) for data in calls_of(case, batch)])
@@ -113,7 +119,7 @@ def _made(case: Case, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     batch, algorithm = dict(data), _algorithm(case)
     if case.advantages_kind == "teacher":
         return {"advantages": algorithm.advantages(batch, data["teacher_logprobs"])[0]}
-    # Responses that are not trained on still belong to their groups.
+    # Responses without a loss still count in the baseline of their group.
     advantages, _ = algorithm.advantages({**data, "sample_mask": data["rewarded"]}, batch)
     if case.loss_kind == "value":
         return {"prev_values": batch["prev_values"], "returns": batch["returns"]}
@@ -121,10 +127,10 @@ def _made(case: Case, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _algorithm(case: Case) -> Any:
-    """Return the algorithm without its models, which is enough to compute advantages."""
+    """Return an algorithm object without models, which is enough to compute advantages."""
     kind, options = case.advantages_kind, case.advantages_options
     classes: dict[str, Any] = {"gae": PPO, "teacher": Distillation}
-    # Do not call __init__, which requires models; the attributes that are read are set below.
+    # Skip __init__, which needs models. The attributes that the advantage code reads are set below.
     algorithm: Any = object.__new__(classes.get(kind, GRPO))
     low, high = numbers_of(case.advantages, "clip") if "clip" in options else (None, None)
     algorithm.config = {
@@ -149,7 +155,8 @@ def _algorithm(case: Case) -> Any:
         }
         algorithm.config |= {**own, "bootstrap_truncated": "bootstrap" in options}
     algorithm.reward_weights = PART_WEIGHTS
-    # Next to a critic with its loss there is an actor, which has a policy-gradient loss.
+    # A value loss trains a critic. The advantage code also reads the loss settings of the actor, which always
+    # has a policy-gradient loss.
     actor = case if case.loss_kind == "pg" else replace(case, loss="pg")
     algorithm.loss_config = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(actor)}
     algorithm.estimator = None
@@ -174,14 +181,16 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
         mine = dealt.by_stage(case.pp)[stage][data_rank].shard()
         return worker.train(data=mine, loss_fn=loss_fn, eval_mode=evaluate)
 
+    # These lists collect the results of both calls of score().
     references: list[Tensor] = []
     under_mask: list[Tensor] = []
     likeliest: list[Mapping[str, Tensor]] = []
 
     def score() -> tuple[Tensor, bool]:
-        """Return the log-probabilities, or the values of a model that scores, and whether they are identical
-        after computing the reference policy's."""
+        """Return log-probabilities (or values) and True if they are bitwise equal when recomputed after those
+        of the reference policy."""
         worker.prepare_for_lp_inference()
+        # Value and reward models have no reference policy to recompute after.
         if case.scores:
             return worker.get_values(data=asked)["values"], True
         first: Tensor = worker.get_logprobs(data=asked)["logprobs"]
@@ -201,7 +210,7 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     worker.prepare_for_training()
     calls = list(map(train, calls_of(case, batch)))
     worker.prepare_for_lp_inference()
-    # Copy the weights, because an export may reuse its buffers.
+    # Clone, because the export may reuse its buffers for the next tensor.
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}
     logprobs_after, repeated_after = score()
     repeated = repeated and repeated_after

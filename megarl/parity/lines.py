@@ -1,4 +1,4 @@
-"""Parser of the line of text that represents a case."""
+"""Parser for case lines: the one-line text form of a case, such as ``tp=2 loss=dpo``."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _WITH_OPTIONS = {"loss": LOSSES, "advantages": ADVANTAGES}
 
 
 class CaseError(ConfigError):
-    """A line is not a valid case. The message names the wrong word."""
+    """Error in a case line. The message names the invalid word."""
 
 
 def parse(line: str) -> Case:
-    """Return the case that a line represents; fields that it does not name have their defaults.
+    """Return the case that a line describes. Fields that the line does not name keep their defaults.
 
     Raises:
-        CaseError: a word is not ``key=value``, its key is unknown or its value is out of bounds. The message
-            names the word.
+        CaseError: a word is not ``key=value``, its key is unknown or repeated, its value is invalid, or it
+            has no effect in this case.
     """
     values: dict[str, Any] = {}
     for word in line.split():
@@ -62,10 +62,10 @@ def parse(line: str) -> Case:
 
 
 def words_of(line: str) -> dict[str, Any]:
-    """Return the fields that a line names, with their values.
+    """Return only the fields that a line names, with their parsed values.
 
     Raises:
-        CaseError: as in ``parse``.
+        CaseError: the line is invalid, as in ``parse``.
     """
     case = parse(line)
     fields: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def _value(word: str, key: str, text: str, kind: type) -> Any:
     except ValueError:
         raise CaseError(f"case word {word!r}: expected a {'whole ' if kind is int else ''}number") from None
     least = _LEAST.get(key, 1 if kind is int else 0)
-    # Use ``not >=`` instead of ``<``, so that NaN is refused too.
+    # ``not >=`` also rejects NaN, which ``<`` would accept.
     if not number >= least or not math.isfinite(number) or (key in _POSITIVE and number == 0):
         raise CaseError(
             f"case word {word!r}: expected {'more than 0' if key in _POSITIVE else f'at least {least}'}"

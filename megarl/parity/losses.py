@@ -1,4 +1,4 @@
-"""The loss that a case names."""
+"""Loss functions of a case, as the workers compute them."""
 
 from __future__ import annotations
 
@@ -14,37 +14,42 @@ from megarl.config.losses import ClippedPGLossConfig, DistillationLossConfig, DP
 from megarl.parity.case import Case
 from megarl.parity.lines import CaseError
 
-# float16 ends at 65504, and loss scaling starts with a factor of 2**16: a gradient of 1 would overflow, and
-# the step would be skipped. In one of seven cases some number of a gradient is that large; in none of sixty
-# was one larger than 8. A factor that is a power of two does not round.
+# float16 overflows at 65504, and loss scaling starts at 2**16, so a gradient element of 1 would overflow and
+# the step would be skipped. One case in seven has a gradient element that large; none of sixty cases had one
+# larger than 8. A power of two as factor adds no rounding.
 QUIET = 2.0**-6
-# IPO's loss is a square, whose gradient grows with the distance of the margin from 1 / (2 beta): a norm of
-# 440 was seen.
+# IPO's loss is quadratic: its gradient grows with the distance of the margin from 1 / (2 beta). Norms of up
+# to 440 occurred.
 QUIET_SQUARE = 2.0**-10
 
 
 def loss_weight(case: Case) -> float:
-    """Return the factor that multiplies every loss of the case."""
+    """Return the factor on the case's loss and balancing losses, which keeps float16 gradients from
+    overflowing; 1 in other precisions."""
     if case.precision != "float16":
         return 1.0
     return QUIET_SQUARE if "ipo" in case.loss_options else QUIET
 
 
 def make_loss(case: Case) -> Any:
-    """Return the ``LossFunction`` that the workers compute; the reference has its own,
-    ``megarl.parity.reference_losses``."""
+    """Return the ``LossFunction`` that the workers compute.
+
+    The reference has independent implementations in ``megarl.parity.reference_losses``.
+    """
     loss_fn, weight = _loss(case), loss_weight(case)
+    # Cover both ways of the engine: with masked positions skipped, and with all positions computed.
     loss_fn.skips_masked = case.is_fast
     return loss_fn if weight == 1.0 else _Weighted(loss_fn, weight)
 
 
 class _Weighted:
-    """A loss multiplied by ``weight``."""
+    """Wrapper that multiplies a loss and its ``loss`` metric by ``weight``."""
 
     def __init__(self, loss_fn: Any, weight: float) -> None:
         self._loss_fn = loss_fn
         self._weight = weight
 
+    # The engine also reads attributes of a loss, such as ``rows_together``.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss_fn, name)
 
@@ -69,7 +74,7 @@ def _loss(case: Case) -> Any:
 
 
 def preference_settings(case: Case) -> DPOLossConfig:
-    """Return the settings of the case's preference loss."""
+    """Return the DPO loss configuration of a case."""
     options = case.loss_options
     return {
         "reference_policy_kl_penalty": _number(case, "beta"),
@@ -82,7 +87,7 @@ def preference_settings(case: Case) -> DPOLossConfig:
 
 
 def distillation_settings(case: Case) -> DistillationLossConfig:
-    """Return the settings of the case's divergence from a teacher."""
+    """Return the distillation loss configuration of a case."""
     options = case.loss_options
     return {
         "kl_type": "forward" if "forward" in options else "mixed" if "mixed" in options else "reverse",
@@ -92,19 +97,21 @@ def distillation_settings(case: Case) -> DistillationLossConfig:
 
 
 TRUNCATIONS = {"tis": "tis", "icepop": "icepop", "seq-mask": "seq-mask-tis"}
-"""Type of truncation, by the option of a case."""
+"""Configuration value of ``truncated_importance_sampling_type`` for each truncation option of a case."""
 
 
 def _bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
-    """Return the lower and the upper bound of importance weights; None for no bound."""
+    """Return the lower and upper bound of the importance weights; None for no bound."""
+    # A loss has at most one of these options.
     for option in TRUNCATIONS.keys() & case.loss_options:
+        # ``tis`` has an upper bound only.
         *low, high = case.loss_numbers(option)
         return (low[0] if low else None), high
     return None, None
 
 
 def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
-    """Return the settings of the case's clipped policy gradient."""
+    """Return the clipped-policy-gradient loss configuration of a case."""
     options = case.loss_options
     kind = next((TRUNCATIONS[option] for option in TRUNCATIONS if option in options), None)
     low, high = _bounds_of_weights(case)
@@ -145,5 +152,6 @@ def _number(case: Case, option: str) -> float:
 
 
 def rows_together(loss_fn: Any) -> int:
-    """Return the number of consecutive rows that a loss needs in one micro-batch."""
+    """Return the number of consecutive rows that a loss needs in the same micro-batch (2 for preference
+    pairs)."""
     return int(getattr(loss_fn, "rows_together", 1))

@@ -1,5 +1,5 @@
-"""The tiny transformers model of a case: random weights, written once as a Hugging Face directory that
-workers and reference read."""
+"""Tiny transformers models with random weights, one per case, saved as Hugging Face checkpoints that the
+workers and the reference load."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ transformers_logging.disable_progress_bar()
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTED = (*_LATENT, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Suffixes of the names of linear layers that have adapters; the linear layers of experts are in stacks."""
+"""Name suffixes of the linear layers that get LoRA adapters. Expert weights that transformers stacks in one
+tensor have adapters of their own."""
+# Standard deviations of matrices, in units of 1 / sqrt(in_features); see ``_spread``.
 OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
 _SIZES = ("layers", "kv", "group", "head", "width", "ffn", "vocab", "window", "experts", "topk", "expert")
 _SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
-    # Megatron-Core supports this kind only with Llama 3's own lengths. The large base gives even narrow heads
-    # waves of such lengths.
+    # Megatron-Core hard-codes the original context length of Llama 3. With the large base, even narrow heads
+    # have wavelengths in the range that this scaling changes.
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 50000.0,
@@ -39,7 +41,7 @@ _SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def model_config(case: Case) -> Any:
-    """Return the transformers config of a case's model."""
+    """Return the transformers config of the case's model."""
     from transformers import AutoConfig
 
     sizes: dict[str, Any] = {
@@ -54,7 +56,7 @@ def model_config(case: Case) -> Any:
         "tie_word_embeddings": case.tied,
         "initializer_range": 0.2,
         "rms_norm_eps": 1e-6,
-        # transformers gives the embedding of a padding token no gradient, even if that token is part of a
+        # transformers gives the embedding of a padding token no gradient, even where that token is part of a
         # sequence. Megatron has no padding token.
         "pad_token_id": None,
         "bos_token_id": 1,
@@ -68,7 +70,7 @@ def model_config(case: Case) -> Any:
 
 
 def _mixture(case: Case) -> dict[str, Any]:
-    """Return the settings of experts and routing."""
+    """Return the config entries for experts and routing; empty for a dense family."""
     if case.family in GROUPED:
         return _grouped_mixture(case)
     if case.family in ("mixtral", "gpt_oss"):
@@ -90,10 +92,14 @@ def _mixture(case: Case) -> dict[str, Any]:
 
 
 def _grouped_mixture(case: Case) -> dict[str, Any]:
-    """Return the settings of DeepSeek's mixture. There are two groups, and a token uses one of them if that
-    has enough experts."""
+    """Return the config entries of a DeepSeek-style mixture-of-experts model with group-limited routing.
+
+    There are two groups if the number of experts allows it. A token is routed within one group if that group
+    has enough experts.
+    """
     groups = 2 if case.experts % 2 == 0 and case.experts >= 4 else 1
     taken = 1 if case.topk <= case.experts // groups else groups
+    # The first layer is dense, unless it is the only one.
     dense = min(1, case.layers - 1)
     sizes: dict[str, Any] = {
         "n_routed_experts": case.experts,
@@ -119,8 +125,8 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
 
 
 def _window(case: Case) -> dict[str, Any]:
-    """Return the sliding-window settings of all layers, or of every second layer, starting with the
-    second."""
+    """Return the sliding-window entries: for every layer, or for layers 1, 3, 5, ..., depending on the
+    family."""
     if case.family in ("mistral", "mixtral"):
         return {"sliding_window": case.window or None}
     if case.family not in ("ministral", "dots1", "gpt_oss"):
@@ -128,15 +134,15 @@ def _window(case: Case) -> dict[str, Any]:
     kinds = [
         "sliding_attention" if case.window and layer % 2 else "full_attention" for layer in range(case.layers)
     ]
-    # transformers creates the mask of a window whether or not a layer uses it, so a width is needed.
+    # transformers builds the window mask even if no layer uses it, so a width is always needed.
     return {"sliding_window": case.window or (None if case.family == "dots1" else 128), "layer_types": kinds}
 
 
 def _attention(case: Case) -> dict[str, Any]:
-    """Return the attention settings that are specific to the family."""
+    """Return the attention entries that only some families have."""
     if case.family in LATENT:
-        # Tensor parallelism of up to 8 has to divide the rows of these projections: 48 for queries, 20 + 4
-        # for keys and values.
+        # The output rows of these projections (48 for queries, 20 + 4 for keys and values) must be divisible
+        # by tensor-parallel sizes of up to 8.
         widths = {
             "q_lora_rank": None if case.family == "deepseek_v2" else 48,
             "kv_lora_rank": 20,
@@ -161,6 +167,7 @@ def _attention(case: Case) -> dict[str, Any]:
             else {}
         )
     if case.family == "glm4_moe" or case.family in HYBRID:
+        # The rotated part of a head must have an even number of elements.
         part = 0.5 if case.head % 4 == 0 else 1.0
         rope = {"rope_theta": 500.0, **_SCALINGS[case.rope], "partial_rotary_factor": part}
         return {
@@ -174,11 +181,14 @@ def _attention(case: Case) -> dict[str, Any]:
 
 
 def _hybrid(case: Case) -> dict[str, Any]:
-    """Return the settings of gated delta nets, which have their own widths and as many heads as attention."""
+    """Return the config entries of gated delta nets; empty for other families.
+
+    They have as many heads as the attention, with different head widths.
+    """
     if case.family not in HYBRID:
         return {}
     return {
-        # transformers' cache requires at least one layer of attention.
+        # The KV cache of transformers requires at least one attention layer.
         "layer_types": [
             "full_attention" if layer % 2 or case.layers == 1 else "linear_attention"
             for layer in range(case.layers)
@@ -187,37 +197,40 @@ def _hybrid(case: Case) -> dict[str, Any]:
         "linear_num_value_heads": case.heads,
         "linear_key_head_dim": case.head - 3,
         "linear_value_head_dim": case.head + 1,
-        # The query and key of first tokens are nearly orthogonal, and the output norm would magnify the noise
-        # that every float32 implementation has there.
+        # The query and key of a first token are nearly orthogonal. With a smaller epsilon, the output norm
+        # would magnify the rounding noise that every float32 implementation has there.
         "rms_norm_eps": 1e-2,
     }
 
 
 class ModelShelf:
-    """The directories of models, created when they are first requested.
+    """Directory of model checkpoints, each created on first request.
 
     Args:
-        root: an existing directory; the models stay there.
+        root: an existing directory; the checkpoints remain there.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def described(self, case: Case) -> Path:
-        """Return a directory that holds at least the config of the case's model."""
+        """Return a directory that contains at least the ``config.json`` of the case's model."""
         directory = self._root / _name(case)
         if not (directory / "config.json").exists():
             _save_config(case, model_config(case), directory)
         return directory
 
     def complete(self, case: Case) -> Path:
-        """Return the directory of the case's model, with weights."""
+        """Return the checkpoint directory of the case's model, with weights and, if the case has one, its
+        adapter."""
         directory = self.described(case)
         if not (directory / "model.safetensors").exists():
             model = _random_model(case).to(dtype_of(case.precision, "case.precision"))
             model.save_pretrained(directory)
-            # save_pretrained has written the config again in transformers' own form, so write it once more.
+            # save_pretrained rewrote the config in the form that transformers uses, so restore the published
+            # form.
             _save_config(case, model.config, directory)
+        # Cases with different adapters share the base model.
         adapter = adapter_directory(case, directory)
         if adapter is not None and not adapter.exists():
             _save_adapter(case, directory, adapter)
@@ -225,10 +238,12 @@ class ModelShelf:
 
 
 def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
-    """Save random adapter factors, large enough for their product to be a visible part of each weight."""
+    """Save a LoRA adapter with random factors. They are large enough that the product B A changes every
+    weight noticeably."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
+    # Another seed than for the base weights, so that factors are independent of them.
     generator = torch.Generator().manual_seed(case.seed + 1)
     factors: dict[str, torch.Tensor] = {}
     with safe_open(directory / "model.safetensors", "pt") as stored:
@@ -237,8 +252,9 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
             layer = module.rpartition(".")[2]
             if layer not in (*ADAPTED, *OUTER * case.outer) or ".experts." in name or name == module:
                 continue
+            # Shapes are in the file's header, so this reads no weights.
             rows, columns = stored.get_slice(name).get_shape()
-            # An embedding takes one column of A instead of a sum, so that its factors have other names and
+            # PEFT selects columns of A for an embedding instead of multiplying, so it uses other names and
             # shapes.
             factor = "lora_{}.weight" if layer != OUTER[0] else "lora_embedding_{}"
             if layer == OUTER[0]:
@@ -246,6 +262,8 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
             for letter, shape in (("A", (case.lora, columns)), ("B", (rows, case.lora))):
                 values = INNER * torch.randn(shape, generator=generator)
                 if layer != OUTER[0] or letter == "B":
+                    # Column selection sums nothing, so the A factor of an embedding is not scaled by its
+                    # width.
                     values *= shape[1] ** -0.5
                 factors[f"base_model.model.{module}.{factor.format(letter)}"] = values
     targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
@@ -263,10 +281,14 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
 
 
 def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return the factors of all stacks of experts, by PEFT's names. PEFT nests the wrapper of the first of
-    two stacks inside that of the second."""
+    """Return the LoRA factors of all stacked expert weights, by PEFT name.
+
+    PEFT wraps the module once per stacked parameter: the wrapper of the first parameter is the ``base_layer``
+    of the second.
+    """
     from transformers import AutoModelForCausalLM
 
+    # Only names and shapes are needed, so allocate no memory.
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(model_config(case))
     factors = {}
@@ -275,7 +297,7 @@ def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.
             continue
         for stack, wrapper in zip(STACKS, (".base_layer", ""), strict=True):
             experts, rows, columns = module.get_parameter(stack).shape
-            # GPT-OSS stores its experts as [experts, in, out].
+            # GPT-OSS stores expert weights as [experts, in, out] instead of [experts, out, in].
             if getattr(module, "is_transposed", False):
                 rows, columns = columns, rows
             ranks = experts * case.lora
@@ -287,8 +309,8 @@ def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.
 
 
 def _save_config(case: Case, config: Any, directory: Path) -> None:
-    """Save the config. A family that transformers knows by another name gets the config in its published
-    form."""
+    """Save the config. A family that transformers implements under another name gets the model type and
+    ``auto_map`` of its published checkpoints."""
     config.save_pretrained(directory)
     if case.family in CLASS_IN_TRANSFORMERS:
         file = directory / "config.json"
@@ -301,8 +323,8 @@ def _save_config(case: Case, config: Any, directory: Path) -> None:
 
 
 def _name(case: Case) -> str:
-    # Everything that config or weights depend on has to be in the name, because cases of one name share a
-    # directory.
+    # Cases with the same name share a directory, so include everything that the config or the weights depend
+    # on.
     sizes = (str(getattr(case, name)) for name in _SIZES)
     words = [
         case.family,
@@ -316,12 +338,12 @@ def _name(case: Case) -> str:
 
 
 def _random_model(case: Case) -> Any:
-    """Return a model with unstructured random weights, including norms and biases, so that a forgotten weight
-    or two exchanged weights are detected."""
+    """Return a model in which all parameters are random, including norms and biases, so that a missing or
+    swapped weight is detected."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    # Use eager experts: the grouped matrix product requires rows of a multiple of 16 bytes, which these
-    # widths do not give.
+    # Eager experts: the grouped matmul requires row sizes that are multiples of 16 bytes, and these widths
+    # are not.
     options = {"experts_implementation": "eager"} if case.family in SPARSE else {}
     auto = AutoModelForSequenceClassification if case.scores else AutoModelForCausalLM
     model = auto.from_config(model_config(case), dtype=torch.float32, **options)
@@ -334,16 +356,19 @@ def _random_model(case: Case) -> Any:
             else:
                 parameter.copy_(noise * _spread(name, case) * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            # It changes the choice of experts and has no gradient.
+            # This buffer changes the selection of experts and has no gradient. At its default of zero,
+            # ignoring it would go undetected.
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
 def _spread(name: str, case: Case) -> float:
-    """Return the factor on 1 / sqrt(inputs) that gives the standard deviation of a matrix. At every width,
-    activations are of order one, probabilities are neither flat nor sharp, and the gradient changes slowly
-    enough with the weights for float32 to follow."""
+    """Return the standard deviation of a matrix, in units of 1 / sqrt(in_features).
+
+    With these factors activations are of order one at every width, probabilities are neither flat nor peaked,
+    and the gradient is smooth enough in the weights for float32 to be accurate.
+    """
     if "lm_head" in name or "score" in name or ("embed_tokens" in name and case.tied and not case.scores):
         return OUTPUT
     return INPUT if "embed_tokens" in name else INNER

@@ -1,13 +1,13 @@
-"""Rounding noise of cases that no fixed bound fits, measured case by case on plain transformers.
+"""Measured error bounds for cases in which a fixed bound does not work.
 
-The rounding error of a model in bfloat16 or float16, or of one in float32 that Adam trains with a small
-epsilon, cannot be predicted. So the reference itself computes the case in its precision, ``MEMBERS`` times.
-Each time a random relative error of the size of a rounding error is added to the output of every module and
-to the inputs of the loss, forward and backward, as another order of computation would do (Monte Carlo
+The rounding error of a model in bfloat16 or float16, or of a float32 model trained by Adam with a small
+epsilon, cannot be predicted. So the reference runs the case ``MEMBERS`` times in the case's precision. In
+each run, the output of every module and the inputs of the loss get random relative errors of the size of a
+rounding error, in the forward and the backward pass, as another order of computation would cause (Monte Carlo
 arithmetic: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with floating point and win",
-2000). The noise of each quantity is the largest distance of these results from the reference; a backend may
-be ``FACTOR`` times as far away. Other cases in float32 have one bound for all quantities, and use measured
-bounds only if they miss it.
+2000). The noise of a quantity is its largest distance from the reference among these runs; a backend may be
+``FACTOR`` times as far away. All other float32 cases have one fixed bound for all quantities. Measured bounds
+are used for them only after a quantity exceeds the fixed bound.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from megarl.patched import patched
 
 MEMBERS = 8
 MEMBERS_TO_CONFIRM = 48
-"""Number of members that confirm the failure of a case."""
-# A normally distributed error exceeds 4 times the largest of eight others in 1 of 10^4 cases, or in 1 of 10^5
-# if the others are larger by the root of two, as the added errors make them.
+"""Number of noisy runs that must confirm a failure."""
+# A normally distributed error exceeds 4 times the largest of eight others in 1 of 10^4 cases. It is 1 of 10^5
+# if the others are larger by sqrt(2), which they are: they contain rounding errors and added errors.
 FACTOR = 4.0
 SPREAD = 0.25
-"""Standard deviation of the random errors, in units of the distance from 1 to the next number; rounding alone
-gives errors of up to half of that distance."""
+"""Standard deviation of the added errors, in units of the dtype's epsilon (the distance from 1 to the next
+larger number). Rounding alone gives errors of up to half of it."""
 ROUTER_FACTOR = 4.0
-"""Factor on the errors of routers. A token goes to one expert or to another, without intermediate results, so
-a token that might go either way must go both ways among the members."""
+"""Additional factor on the errors of router inputs. A token's choice of experts is discrete, so a token that
+might be routed either way must take both routes among the noisy runs."""
 LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 2.0**16}
-"""Initial loss scale by precision, the same in both backends that scale the loss."""
+"""Initial loss scale by precision, the same for both backends with loss scaling."""
 LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = (
     "log-probabilities",
     "log-probabilities after training",
@@ -58,38 +58,39 @@ LIKELIEST, LIKELIEST_AFTER = "most likely tokens", "most likely tokens after tra
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The largest relative error that each quantity may have.
+    """Largest accepted relative error of each quantity.
 
     Attributes:
-        noise: noise of each quantity, by its name; other quantities have none.
+        noise: measured noise by the name of the quantity; quantities that are missing have the fixed bound.
     """
 
     noise: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, quantity: str) -> float:
-        """Return the bound of a quantity."""
+        """Return the bound of a quantity: ``FACTOR`` times its noise, but at least ``BOUND``."""
         return max(BOUND, FACTOR * self.noise.get(quantity, 0.0))
 
 
 def bounds_of(
     case: Case, model: Path, batch: Batch, logprobs: Tensor, expected: Expected, *, members: int = MEMBERS
 ) -> Bounds:
-    """Return the bounds of a case.
+    """Return measured bounds for a case.
 
     Args:
         case: the case.
-        model: its transformers model.
-        batch: the whole batch.
-        logprobs: [B, S] of the model in float32, before training.
-        expected: results of training the model in float32.
-        members: number of runs with random errors; the first ones are the same whatever their number.
+        model: directory of its transformers model.
+        batch: the complete batch.
+        logprobs: [B, S] log-probabilities of the float32 model before training.
+        expected: reference results of training the float32 model.
+        members: number of noisy runs. Run ``i`` does not depend on this number.
     """
     plain = load_model(model, dtype_of(case.precision, "case.precision"), adapter_directory(case, model))
+    # Copy the model, because a run trains it in place.
     runs = [_member(case, copy.deepcopy(plain), batch, number) for number in range(members)]
     noise: dict[str, float] = {}
     for found, member in runs:
         for quantity, error in _errors(case, found, member, logprobs, expected).items():
-            # Leave out infinite errors, which would make a bound that everything passes.
+            # Skip infinite errors: they would give a bound that everything passes.
             if math.isfinite(error):
                 noise[quantity] = max(noise.get(quantity, 0.0), error)
     floor = _of_one_token([found for found, _ in runs], logprobs)
@@ -100,38 +101,47 @@ def bounds_of(
 
 
 def _may_be_missed(quantity: str, error: float) -> bool:
-    """Return whether all members may have too small an error of a metric by chance. Errors below the float32
-    bound belong to quantities that 16-bit rounding does not affect. An accuracy is the exception: it does not
-    change until a pair changes sides."""
+    """Return True if all noisy runs may, by chance, have too small an error in a metric.
+
+    An error below the float32 bound belongs to a quantity that 16-bit rounding does not affect. An accuracy
+    is an exception: its error is 0 until the order of some pair flips.
+    """
     return (error > BOUND and not quantity.startswith(WEIGHT)) or quantity.endswith(" accuracy")
 
 
 def _of_one_token(found: Sequence[Tensor], logprobs: Tensor) -> float:
-    """Return the root mean square error of the log-probabilities, over all tokens and members. Eight samples
-    of a single number may all be too small by chance. Metrics are scaled by the effect of such an error, so
-    it is a lower bound for theirs too."""
+    """Return the root mean square error of the log-probabilities, over all tokens and noisy runs.
+
+    Eight samples of a single number may all be too small by chance, but many tokens together are not. Errors
+    of metrics are relative to the effect of such a log-probability error, so the result is a lower bound for
+    their noise.
+    """
     return root_mean_square(torch.stack([token_errors(values, logprobs)[logprobs != 0] for values in found]))
 
 
 def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[Tensor, Expected]:
-    """Return the log-probabilities and training results of the model, in the precision of the case, with
-    random errors. The model is trained in place."""
+    """Return the log-probabilities and training results of one noisy run, in the case's precision. ``model``
+    is trained in place."""
+    # A seed for each run, so that further runs leave the first ones unchanged.
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
-    # Only its eager attention calls a softmax that can have errors.
+    # Only eager attention calls the softmax that is patched below.
     model.set_attn_implementation("eager")  # type: ignore[operator]
     _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
     logprobs = token_logprobs(model, batch, case.sampling)
 
     def read(scores: Tensor) -> Tensor:
-        """Return the inputs of the loss with rounding errors of float32, which they have in every precision.
-        Gradients of a distribution's tokens that should cancel do so only up to these errors: if
-        probabilities come from logarithms, their sum differs from 1 by the rounding of the logarithms."""
+        """Return the inputs of the loss with added float32 rounding errors, which they have in every
+        precision.
+
+        For a distribution, gradients that should cancel among the tokens cancel only up to these errors:
+        probabilities computed from rounded logarithms do not sum to exactly 1.
+        """
         size = float(scores.detach().abs().mean().clamp(min=1.0)) if case.likeliest else 1.0
         return _noisy(scores, SPREAD * size * torch.finfo(torch.float32).eps, generator)
 
     if case.likeliest:
-        # If the teacher is nearly certain, the probability of the other tokens is 1 minus a sum, which
-        # float32 rounds; so the teacher's logits get rounding errors too.
+        # If the teacher is nearly certain, the probability of all other tokens is 1 minus a sum close to 1,
+        # where float32 loses digits. So the teacher's logits get rounding errors too.
         teacher = batch["teacher_topk_logits"]
         errors = torch.randn(teacher.shape, generator=generator) * teacher.abs().clamp(min=1.0)
         batch = {**batch, "teacher_topk_logits": teacher + SPREAD * torch.finfo(torch.float32).eps * errors}
@@ -140,7 +150,8 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
 
 
 class _Noisy(torch.autograd.Function):
-    """A value and its gradient, each multiplied by 1 plus a normally distributed error of size ``spread``."""
+    """Identity whose output and gradient are each multiplied by 1 plus a normally distributed error with
+    standard deviation ``spread``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
@@ -153,10 +164,11 @@ class _Noisy(torch.autograd.Function):
 
 
 class _NoisySoftmax(torch.autograd.Function):
-    """A softmax over the last axis, whose backward pass subtracts two numbers that each have an error.
+    """Softmax over the last dimension, whose backward pass subtracts two terms that each have an error.
 
-    For a token that sees only itself the two are equal, and the gradient of queries and keys is exactly 0 in
-    one order of computation and a rounding error in another, which Adam turns into a part of a step.
+    For a token that attends only to itself the two terms are equal. The gradient of its query and key is then
+    exactly 0 in one order of computation and a rounding error in another, which Adam scales up to a
+    considerable part of a step.
     """
 
     @staticmethod
@@ -174,13 +186,14 @@ class _NoisySoftmax(torch.autograd.Function):
 
 
 def _noisy_softmax(spread: float, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
-    """Give the softmax of transformers' eager attention, and of its routers, an error in the backward
-    pass."""
+    """Patch ``torch.nn.functional.softmax`` so that the softmax of eager attention and of routers has errors
+    in its backward pass."""
     exact = torch.nn.functional.softmax
 
     def noisy(
         scores: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Tensor:
+        # _NoisySoftmax is written for the last dimension, and its errors are in the backward pass only.
         if dim not in (-1, scores.ndim - 1) or not scores.requires_grad:
             return exact(scores, dim=dim, dtype=dtype)
         return _NoisySoftmax.apply(scores.to(dtype), spread, generator)  # type: ignore[no-untyped-call]
@@ -189,22 +202,23 @@ def _noisy_softmax(spread: float, generator: torch.Generator) -> contextlib.Abst
 
 
 def _disturbed(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-    # Multiply in float32, because a factor so near to 1 rounds to 1 in 16 bit.
+    # Multiply in float32: in 16 bit the factor itself would round to 1.
     return (value.float() * (1 + spread * torch.randn(value.shape, generator=generator))).to(value.dtype)
 
 
 def _noisy(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-    """Return the value with errors, forward and backward; a tensor that is not floating-point is returned
-    unchanged."""
+    """Return the value with random errors in the forward and the backward pass; an integer or boolean tensor
+    is returned unchanged."""
     if not value.is_floating_point():
         return value
     return _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
 
 
 def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generator) -> None:
-    """Add errors to the output of every innermost module (projections, norms, embeddings, experts) and to the
-    input of routers."""
+    """Add errors to the output of every module without children (projections, norms, embeddings, experts) and
+    to the inputs of routers."""
 
+    # A router's choice is discrete, so its errors are added to its inputs.
     gates = set(gates_of(model))
     for gate in gates:
         gate.register_forward_pre_hook(
@@ -222,7 +236,7 @@ def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generato
 def _errors(
     case: Case, found: Tensor, member: Expected, logprobs: Tensor, expected: Expected
 ) -> dict[str, float]:
-    """Return the relative errors of a member, by the names of quantities in the comparison."""
+    """Return the relative errors of a noisy run, by the names that the comparison gives to the quantities."""
     rows = slice(case.logprob_rows)
     by_token = token_errors(found[rows], logprobs[rows])
     errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[logprobs[rows] != 0])}
@@ -232,6 +246,7 @@ def _errors(
     for what, noisy, exact in zip(
         (LIKELIEST, LIKELIEST_AFTER), member.distributions, expected.distributions, strict=False
     ):
+        # The workers report only the most likely tokens.
         chosen = exact[rows].topk(case.likeliest).indices
         errors[what] = float(token_errors(noisy[rows].gather(2, chosen), exact[rows].gather(2, chosen)).max())
     for call, (metrics, scales) in enumerate(zip(expected.metrics, expected.scales, strict=True)):
@@ -244,8 +259,8 @@ def _errors(
             zip(member.norms[call], expected.norms[call], expected.norm_scales[call], strict=True)
         ):
             error = errors[f"{what}grad_norm of global batch {index}"] = relative_error(*norms)
-            # The norm of the whole call is the mean of these norms, so its error is at most the largest of
-            # theirs.
+            # The gradient norm of a call is the mean over its global batches, so its error is at most the
+            # largest of their errors.
             errors[what + "grad_norm"] = max(errors.get(what + "grad_norm", 0.0), error)
     for name, weight in expected.weights.items():
         errors[WEIGHT + name] = tensor_error(member.weights[name], weight)

@@ -1,8 +1,9 @@
-"""Options of losses and of advantage estimators: words after plus signs, some with numbers after colons.
+"""Options of losses and advantage estimators, written as words after plus signs with optional numbers after
+colons.
 
-``pg+seq+constant:2.5`` is the clipped policy gradient with the options ``seq`` and ``constant``, the latter
-with the number 2.5. An option without numbers has the first ones that are listed here; the others are sampled
-as well. ``none`` is no bound.
+``pg+seq+constant:2.5`` is the clipped policy gradient with the options ``seq`` and ``constant``, where
+``constant`` has the number 2.5. The tables list the possible numbers of each option: the first entry is the
+default, and random cases use the others too. ``none`` means no bound.
 """
 
 from __future__ import annotations
@@ -61,35 +62,39 @@ LOSSES: Mapping[str, Options] = MappingProxyType(
         },
     }
 )
-"""Options of each loss, with their numbers.
+"""Options of each loss, with the numbers that random cases use.
 
 Options of ``pg``, the clipped policy gradient:
 
-* ``kl`` adds the divergence from the reference policy, with its weight. ``approx`` weights it by how much
-  likelier a token is now than when it was sampled. ``k1`` and ``k2`` are other estimators of it, ``pathwise``
-  omits the score function's part of its gradient, and ``in-reward`` subtracts it from the rewards before
-  advantages are computed.
-* ``is`` weights tokens by importance weights, relative to the policy that sampled them. ``tis`` (upper
-  bound), ``icepop`` and ``seq-mask`` (lower and upper bound) bound these weights.
-* ``dual`` is the second clip. ``seq`` takes the mean over sequences, and ``constant`` divides by a constant
-  instead (Dr.GRPO).
-* ``noratio`` uses the log-probability instead of the ratio. ``forced`` uses the current log-probabilities as
-  the previous ones. ``gspo`` and ``gspo-token`` are ratios of sequences, with the gradient of the sequence or
-  of the token. ``cispo`` uses the clipped ratio as a weight.
-* ``cliprange`` is the distance below and above 1 at which ratios are clipped. ``entropy`` is the weight of an
-  entropy bonus. The clamps bound the logarithms of ratios, the differences that the divergence is estimated
-  from, and the estimate.
+* ``kl`` adds the KL penalty to the loss; its number is the coefficient. ``approx`` weights the penalty of
+  each token by the ratio of its current probability to its sampling probability. ``k1`` and ``k2`` select
+  another KL estimator than k3, ``pathwise`` omits the score-function term of the KL gradient, and
+  ``in-reward`` subtracts the KL from the rewards instead of adding it to the loss.
+* ``is`` multiplies each token's loss by its importance weight relative to the policy that sampled it. ``tis``
+  caps these weights (upper bound), ``icepop`` sets weights outside its two bounds to 0, and ``seq-mask`` all
+  weights of a sequence whose geometric mean is outside.
+* ``dual`` is the bound of dual-clip PPO for negative advantages. ``seq`` averages over the tokens of each
+  response and then over responses; ``constant`` divides by a constant instead of the response length
+  (Dr.GRPO).
+* ``noratio`` uses the log-probability instead of the probability ratio. ``forced`` uses the current
+  log-probabilities as the previous ones, so every ratio is 1. ``gspo`` and ``gspo-token`` use sequence-level
+  ratios, with the gradient taken per sequence or per token. ``cispo`` uses the clipped ratio as a constant
+  weight.
+* ``cliprange`` sets the distances below and above 1 at which ratios are clipped. ``entropy`` is the
+  coefficient of an entropy bonus. ``ratio-clamp`` clamps the log-ratio, ``kl-input-clamp`` the log-ratio that
+  the KL is estimated from, and ``kl-output-clamp`` the KL estimate.
 
-Options of ``dpo``: ``ipo`` uses IPO's square instead of DPO's logarithm; ``mean`` uses the mean over tokens
-as the reward; ``sft`` adds the likelihood of the chosen answers, ``sft-mean`` its mean over tokens; ``beta``
-and ``weight`` are those of the preference loss.
+Options of ``dpo``: ``ipo`` uses the squared loss of IPO instead of the log-sigmoid; ``mean`` averages the
+reward over tokens instead of summing; ``sft`` adds the negative log-likelihood of the chosen response,
+``sft-mean`` its mean over tokens; ``beta`` is the KL coefficient of DPO, ``weight`` the factor on the
+preference loss.
 
-Option of ``value``, the loss of a value model: ``clip`` bounds the change of a value. ``rm`` is
-Bradley-Terry.
+``rm`` is the Bradley-Terry loss of a reward model. The option ``clip`` of ``value``, the loss of a value
+model, limits how far a value may move from its old value.
 
-Options of ``distill``, the reverse divergence from a teacher over its most likely tokens: ``topk`` is their
-number, ``forward`` uses the forward divergence, ``mixed`` is the weight of the forward divergence in a sum of
-both. All other tokens form one outcome, unless ``renorm`` excludes them.
+Options of ``distill``, the reverse KL from a teacher over its most likely tokens: ``topk`` is the number of
+these tokens, ``forward`` uses the forward KL, and ``mixed`` is the weight of the forward KL in a sum of both.
+All other tokens together form one outcome, unless ``renorm`` excludes them.
 """
 
 _OF_GROUPS: Options = {
@@ -115,23 +120,26 @@ ADVANTAGES: Mapping[str, Options] = MappingProxyType(
         "teacher": {"clip": ((-0.3, 0.4), (-0.5, None), (None, 0.2))},
     }
 )
-"""Options of each source of advantages: ``given``, or computed as a driver does from rewards, from values
-(``gae``, of PPO) or from a teacher's log-probabilities (``teacher``, distillation by a policy gradient).
-``reinforce`` is REINFORCE++.
+"""Options of each source of advantages.
 
-``raw`` does not divide by the deviation of a group, ``sample`` divides by the sample deviation, ``plain``
-includes a response's own reward in its baseline, ``clip`` bounds advantages. Options of generalized
-advantages are ``gamma``, ``lambda``, ``bootstrap`` after truncated responses, and ``white``, which whitens
-them.
+``given`` means random advantages in the batch. All other sources compute advantages as a driver does: from
+rewards, from values (``gae``, for PPO) or from the log-probabilities of a teacher (``teacher``, distillation
+by a policy gradient). ``reinforce`` is REINFORCE++.
+
+``raw`` does not divide by the standard deviation of the group, ``sample`` divides by the sample standard
+deviation, ``plain`` includes a response's own reward in its baseline, and ``clip`` clips advantages. ``gae``
+has the parameters ``gamma`` and ``lambda``; ``bootstrap`` uses the last value as the return after a truncated
+response, and ``white`` whitens the advantages.
 """
 ONE_OF = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), ("forward", "mixed"))
-"""Groups of options that exclude each other, because they are values of the same configuration key."""
+"""Groups of options of which a loss may have only one, because they are values of the same configuration
+key."""
 
 
 @cache
 def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
-    """Return the kind and its options, each with the numbers that the text gives; empty numbers stand for the
-    option's defaults.
+    """Return the kind and its options, each with the numbers in the text. An option without numbers maps to
+    ``()``, which stands for its defaults.
 
     Raises:
         ValueError: a number is invalid.
@@ -141,29 +149,29 @@ def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
     for word in words:
         name, *numbers = word.split(":")
         options[name] = tuple(None if number == "none" else float(number) for number in numbers)
-    # Make the mapping read-only, because all callers get the same one from the cache.
+    # All callers share the cached mapping, so it must be read-only.
     return kind, MappingProxyType(options)
 
 
 def numbers_of(text: str, option: str) -> Numbers:
-    """Return the numbers of an option of a loss or an estimator, or the option's default numbers if the text
-    does not give any."""
+    """Return the numbers of an option in the text, or the option's defaults if the text gives none."""
     kind, options = split(text)
+    # No loss has the name of an estimator, so the two tables can be merged.
     return options.get(option) or {**LOSSES, **ADVANTAGES}[kind][option][0]
 
 
 def word_of(option: str, numbers: Numbers = ()) -> str:
-    """Return an option with its numbers as a word of a line."""
+    """Format an option and its numbers as one word, such as ``icepop:none:1.15``."""
     return ":".join([option, *("none" if number is None else f"{number:g}" for number in numbers)])
 
 
 def joined(kind: str, words: Iterable[str]) -> str:
-    """Return a kind with its options, in the form that ``split`` reads."""
+    """Join a kind and its option words into the form that ``split`` reads."""
     return "+".join([kind, *words])
 
 
 def fault_of(text: str, kinds: Mapping[str, Options]) -> str:
-    """Return what is wrong with a loss or an advantage estimator; empty if nothing is."""
+    """Return an error message for an invalid loss or advantage estimator; an empty string if it is valid."""
     kind, *words = text.split("+")
     if kind not in kinds:
         return f"expected one of {', '.join(kinds)}"

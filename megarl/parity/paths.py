@@ -1,11 +1,12 @@
-"""The two kinds of paths that a case's worker can compute by: the fast paths of the engine and the backends,
-or the plain ones that they replace.
+"""Selection of the code paths that the workers of a case use: the fast paths of the engine and the backends,
+or the plain code that they replace.
 
-Both must give the reference's numbers. Code that runs only on GPUs is emulated here: the variable-length
-attention kernel by torch's own attention, sequence by sequence; functions that torch.compile fuses, without
-the compiler; Triton kernels in Triton's interpreter, if Triton is installed. Other features of ``fast`` are:
-positions under a mask are skipped, the output layer may compute in chunks, rotations have their own backward
-pass, Adam updates in one pass, and on DTensor a single rank computes on full parameters and reduces once.
+Both must reproduce the numbers of the reference. Code that runs only on GPUs is emulated: the variable-length
+attention kernel by torch's own attention, sequence by sequence; functions for torch.compile run uncompiled;
+Triton kernels run in Triton's interpreter, if Triton is installed. The fast paths further skip masked
+positions, compute the output layer in chunks if the case has a chunk size, use the custom backward pass of
+rotary embeddings and the fused Adam update. On DTensor, a single rank computes on full parameters and reduces
+gradients once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megarl.patched import patched
 
 @contextlib.contextmanager
 def taken(case: Case) -> Iterator[None]:
-    """Make workers inside the block use the paths of ``case.paths``, when built and when computing."""
+    """Select the paths of ``case.paths`` for workers that are built and used inside the ``with`` block."""
     with contextlib.ExitStack() as stack:
         for path in _FAST if case.is_fast else _PLAIN:
             path(stack, case)
@@ -45,8 +46,8 @@ KERNELS = ("MEGARL_LOGPROB_KERNEL", "MEGARL_GATED_DELTA_KERNEL")
 
 
 def _on_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
-    """Use the Triton kernels of log-probabilities and gated delta nets in Triton's interpreter, if Triton is
-    installed."""
+    """Enable the Triton kernels of log-probabilities and gated delta nets, in Triton's interpreter, if Triton
+    is installed."""
     if importlib.util.find_spec("triton") is not None:
         _computing(stack, {**dict.fromkeys(KERNELS, "1"), "TRITON_INTERPRET": "1"})
 
@@ -58,18 +59,19 @@ def _off_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
 def _computing(stack: contextlib.ExitStack, variables: dict[str, str]) -> None:
     stack.enter_context(env.variables(variables))
     chosen = importlib.import_module("megarl.models.engine.kernels").kernels
-    # The choice of kernels is cached. Clear the cache now, so that the variables count, and once more
-    # afterwards.
+    # The choice of kernels is cached. Clear the cache now, so that the variables take effect, and again at
+    # the end.
     chosen.cache_clear()
     stack.callback(chosen.cache_clear)
 
 
 def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
-    """Use Megatron's fused functions of gates and biases, without compiling them."""
+    """Use the functions that Megatron would compile and fuse for gates and biases, without compiling them."""
     if case.backend == "megatron":
         stack.enter_context(
             patched((importlib.import_module("megarl.models.megatron.settings"), "compiles", lambda: True))
         )
+        # Compiling would take longer than the rest of the case.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
@@ -85,14 +87,17 @@ def attention_of_runs(
     scale: float | None,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """Return attention [T, H, D] like torch's ``varlen_attn``, one run after another. Masks align a run's
-    last query with its last key."""
+    """Return attention [T, H, D] like torch's ``varlen_attn``, computed one sequence after another.
+
+    The causal mask aligns the last query of a sequence with its last key.
+    """
     mixed = []
     runs = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
     for (begin, end), (first, last) in runs:
         asked, keys, values = (
             part.transpose(0, 1)[None] for part in (query[begin:end], key[first:last], value[first:last])
         )
+        # Position of each key relative to each query; negative for earlier keys.
         behind = (
             torch.arange(last - first)[None]
             - torch.arange(last - first - (end - begin), last - first)[:, None]
@@ -107,7 +112,9 @@ def attention_of_runs(
 
 
 def rotated(tensor: Tensor, by: Any) -> Tensor:
-    """Return the result of ``megarl.models.megatron.rotary.rotate``, with the backward pass of autograd."""
+    """Compute ``megarl.models.megatron.rotary.rotate`` with plain torch operations, so that autograd derives
+    the backward pass."""
+    # Only the first ``width`` elements of a head are rotated.
     width = by.cosines.shape[-1]
     turned, others = tensor.split([width, tensor.shape[-1] - width], dim=-1)
     return torch.cat(
@@ -129,7 +136,7 @@ def _adam_in_many_operations(stack: contextlib.ExitStack, case: Case) -> None:
 
 
 def _build_plain(stack: contextlib.ExitStack, case: Case) -> None:
-    """Make every worker plain as soon as it is built."""
+    """Patch the worker's constructor so that each new worker turns off its fast paths."""
     original = EngineWorker.__init__
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
@@ -140,7 +147,7 @@ def _build_plain(stack: contextlib.ExitStack, case: Case) -> None:
 
 
 def _plain_worker(worker: Any, case: Case) -> None:
-    """Turn off the fast paths that a built worker of a torch backend has."""
+    """Turn off the fast paths that a torch backend selects when it is built."""
     backend = worker.backend
     if case.backend == "dtensor":
         backend._stays_whole = backend._reduces_once = False

@@ -1,7 +1,7 @@
-"""A pool of worker processes on one machine that run any number of jobs over gloo, each in its own layout.
+"""Pool of worker processes on one machine that run jobs over gloo, each job with its own number of ranks.
 
-Torch, transformers and Megatron are imported once, in a server process from which the workers are forked, so
-that a worker starts in a fraction of a second and shares their memory. No socket listens beyond loopback.
+A server process imports torch, transformers and Megatron once and forks the workers, so that a worker starts
+in a fraction of a second and shares this memory. All sockets listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ LOOPBACK = "127.0.0.1"
 JOB_SECONDS = 300
 COLLECTIVE_SECONDS = 120
 GRACE_SECONDS = 3.0
-# torch's caches keep groups that a job leaves behind, and their threads wake up a hundred times a second.
-# With more threads than this, forking a new process costs less.
+# torch's caches keep process groups of earlier jobs, whose threads wake up a hundred times a second. Above
+# this number of threads, forking a new process is cheaper.
 THREADS_KEPT = 60
 PRELOADED = ("megarl.parity.preload",)
 
 
 class JobError(AssertionError):
-    """A job failed on a rank. The message holds that rank's traceback."""
+    """A job failed on a rank. The message contains that rank's traceback."""
 
 
 class WorkerPool:
-    """A pool that runs functions on ``world`` processes with an initialised gloo group.
+    """Pool that runs a function on any number of processes with an initialised gloo group.
 
-    Functions and arguments travel by pickle through pipes, so functions must be importable. If a rank fails
-    while another still works, and so may wait in a collective indefinitely, all processes are replaced.
+    Functions and arguments are pickled and sent through pipes, so functions must be importable. If a rank
+    fails while others may wait for it in a collective, all processes are replaced.
 
     Args:
-        job_seconds: longest time that a job may take.
+        job_seconds: time limit of a job in seconds.
         preload: modules that the server imports before it forks the first worker.
     """
 
     def __init__(self, job_seconds: float = JOB_SECONDS, preload: Sequence[str] = PRELOADED) -> None:
         self._job_seconds = job_seconds
+        # Forking this process would copy locks that threads of torch or gloo hold. The server only imports.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._workers: list[tuple[Any, Connection]] = []
@@ -59,11 +60,11 @@ class WorkerPool:
         self._dead = False
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return the result of ``function(*arguments)`` on each rank.
+        """Run ``function(*arguments)`` on ``world`` ranks and return the results in rank order.
 
         Raises:
             JobError: the function failed on a rank.
-            TimeoutError: a rank did not reply in time. The message holds the stacks of such ranks.
+            TimeoutError: a rank did not finish in time. The message contains the stacks of these ranks.
         """
         port = self._serve_store()
         while len(self._workers) < world:
@@ -73,7 +74,7 @@ class WorkerPool:
         for rank, connection in enumerate(connections):
             with contextlib.suppress(
                 BrokenPipeError
-            ):  # It died between two jobs, which reading its reply will show.
+            ):  # The process died between two jobs; reading its reply reports that.
                 connection.send((function, job, rank, world, arguments))
         return self._collect(connections, function.__name__)
 
@@ -83,12 +84,12 @@ class WorkerPool:
         stacks = ""
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
-            # Once a rank has failed, the others get only a moment, because they may wait for it in a
+            # After a failure, give the other ranks only a moment: they may wait for the failed rank in a
             # collective.
             ready = wait(list(waiting), timeout=GRACE_SECONDS if errors else self._job_seconds)
             if not ready:
-                # A rank whose peer is gone or hangs fails in the transport. The reason is in the error of
-                # another rank, or in a stack.
+                # If all errors are transport errors, the cause is in a rank that is still waiting, so read
+                # the stacks before killing it.
                 stacks = self._stacks(sorted(waiting.values())) if all(map(_is_echo, errors.values())) else ""
                 self.kill()
                 if errors:
@@ -110,27 +111,29 @@ class WorkerPool:
             if self._dead:
                 self.kill()
                 self._dead = False
-            # Report the rank that failed by itself before those that lost their peer because of it.
+            # Prefer the rank that failed by itself to ranks that only lost their connection to it.
             rank = min(errors, key=lambda rank: (_is_echo(errors[rank]), rank))
             raise JobError(f"rank {rank} of {name}:\n{errors[rank]}{stacks}")
         return results
 
     def _stacks(self, ranks: Sequence[int]) -> str:
-        """Return the stacks of all threads of ranks that do not reply."""
+        """Return the stacks of all threads of the given ranks, which did not reply."""
         return "".join(f"\n--- rank {rank} ---\n{read_stack(self._workers[rank][0].pid)}" for rank in ranks)
 
     def _receive(self, rank: int, connection: Any) -> tuple[str, Any, bool]:
-        """Return the status, the result or traceback, and whether the process is about to end."""
+        """Return the status, the result or traceback, and True if the process has too many threads and must
+        be replaced."""
         try:
             return connection.recv()
         except (EOFError, ConnectionResetError):
             process = self._workers[rank][0]
+            # The exit code is available only after joining.
             process.join(timeout=10)
             self._dead = True
             return "error", f"the process died with exit code {process.exitcode}", False
 
     def _replace(self, rank: int) -> None:
-        """Replace a process that ends by itself with a new one."""
+        """Replace a worker process by a new one."""
         process, connection = self._workers[rank]
         connection.close()
         process.kill()
@@ -138,12 +141,12 @@ class WorkerPool:
         self._workers[rank] = self._start(self._serve_store())
 
     def _serve_store(self) -> int:
-        """Return the port of the store through which the processes of a job find one another."""
+        """Return the port of the TCP store that the processes of a job rendezvous through."""
         if self._store is None:
             listener = socket.create_server((LOOPBACK, 0))
             port = listener.getsockname()[1]
-            # Give the store a socket that listens on one interface; by itself it would listen on every
-            # interface.
+            # Pass a socket bound to the loopback interface; a store's own socket would listen on all
+            # interfaces.
             self._store = dist.TCPStore(
                 LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
@@ -153,12 +156,13 @@ class WorkerPool:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(there, port), daemon=False)
         process.start()
-        # Close the worker's end here, so that the worker's death ends the pipe.
+        # Close the parent's copy of the worker's end. Otherwise the pipe would stay open after the worker's
+        # death.
         there.close()
         return process, here
 
     def close(self) -> None:
-        """Let all processes end."""
+        """Ask all processes to exit, and kill those that do not exit within two seconds."""
         for _, connection in self._workers:
             with contextlib.suppress(OSError):
                 connection.send(None)
@@ -167,7 +171,7 @@ class WorkerPool:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes, whatever they are doing; the next job gets new ones."""
+        """Kill all processes immediately; the next job starts new ones."""
         for process, connection in self._workers:
             process.kill()
             process.join()
@@ -182,11 +186,12 @@ class WorkerPool:
 
 
 def _is_echo(error: str) -> bool:
+    # An error of gloo about a lost connection contains the path of its transport's source file.
     return "gloo/transport" in error
 
 
 def _serve(connection: Connection, port: int) -> None:
-    """Run a worker process: execute jobs until None arrives or the other end is gone."""
+    """Worker main loop: execute jobs until None arrives or the pipe is closed."""
     env.set_variables({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
     import faulthandler
     import warnings
@@ -213,13 +218,14 @@ def _serve(connection: Connection, port: int) -> None:
                     LOOPBACK, port, is_master=False, timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS)
                 )
             answer = ("ok", _in_group(store, name, rank, world, function, arguments))
+        # Report SystemExit and KeyboardInterrupt too; otherwise the worker would end without a reply.
         except BaseException:
             answer = ("error", traceback.format_exc())
         connection.send((*answer, len(os.listdir("/proc/self/task")) > THREADS_KEPT))
 
 
 def _end_with_parent() -> None:
-    """End this process once the pool's process is gone, even in the middle of a collective that no other rank
+    """Exit when the pool's process ends, even if this process is waiting in a collective that no other rank
     will join."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is always somebody's child"
@@ -235,20 +241,20 @@ def _in_group(
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> Any:
-    """Return the result of ``function(*arguments)`` inside a new gloo group."""
+    """Return the result of ``function(*arguments)`` run in a new gloo process group."""
     env.set_variables({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-    # Use a prefix, because the store outlives the job, and the keys of the next job have to differ.
+    # The store outlives the job, so each job needs its own key prefix.
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
     )
     try:
-        # Without the barrier, a rank that is done before another has connected would close the connection
-        # that the other waits for.
+        # Without this barrier, a rank that finishes early could close a connection that a slower rank is
+        # still waiting for.
         dist.barrier()
         return function(*arguments)
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        # A model in a reference cycle keeps its groups alive, and each group has threads that wake up often.
+        # A model in a reference cycle keeps its process groups alive, and their threads wake up often.
         gc.collect()

@@ -1,4 +1,5 @@
-"""Check whether a case can run: the configuration's rules accept it, and its batches can be planned."""
+"""Check that a case can run: the configuration is valid, and its batches can be divided into
+micro-batches."""
 
 from __future__ import annotations
 
@@ -25,17 +26,18 @@ from megarl.parity.losses import make_loss, policy_gradient_settings, preference
 from megarl.parity.models import ModelShelf, model_config
 from megarl.parity.settings import policy_config
 
-# A norm over a few numbers magnifies rounding errors wherever these numbers happen to be small: with a width
-# of 3, float32 and float64 of the same transformers model already differ by 4e-5 after one optimizer step.
+# A norm over few elements magnifies rounding errors whenever all of them are small. With a width of 3, the
+# same transformers model in float32 and in float64 already differs by 4e-5 after one optimizer step.
 LEAST_HIDDEN = 16
 LEAST_NORMED_HEAD = 10
 
 
 def accepted_config(case: Case, model: Path) -> PolicyConfig:
-    """Return the configuration of a case, checked and filled in.
+    """Return the validated policy configuration of a case, with defaults filled in.
 
     Raises:
-        ConfigError: the case cannot run; the error carries every violation.
+        ConfigError: the case cannot run. The error lists all violations of the first stage of checks that
+            fails.
     """
     own = _own_violations(case)
     if own:
@@ -48,7 +50,7 @@ def accepted_config(case: Case, model: Path) -> PolicyConfig:
 
 
 def refusal(case: Case, shelf: ModelShelf) -> ConfigError | None:
-    """Return why the case cannot run; None if it can."""
+    """Return the error that says why the case cannot run; None if it can."""
     try:
         accepted_config(case, shelf.described(case))
     except ConfigError as error:
@@ -57,7 +59,7 @@ def refusal(case: Case, shelf: ModelShelf) -> ConfigError | None:
 
 
 def absent_model_class() -> Violation | None:
-    """Return why no case can have a HybridModel with the installed Megatron-Core; None if one can."""
+    """Return the violation if the installed Megatron-Core has no HybridModel; None if it has one."""
     return absent_hybrid_model("case.model_class", installed_version("megatron-core") or "0")
 
 
@@ -92,9 +94,11 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.outer and (case.tied or not case.lora):
         bound = "adapters of embedding and output layer need a rank, and two matrices"
         found.append(Violation("case.outer", True, bound, "write a lora and tied=0, or leave outer out"))
+    # The torch backends are compared with dense families only.
     if case.family not in DENSE:
         found += _faults_of_family(case)
-    # With one expert per token, both families give this expert the weight 1, which Megatron-Core cannot do.
+    # With topk=1, transformers gives the single expert the weight 1 in both families, which Megatron-Core
+    # cannot do.
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
         found.append(
             Violation(
@@ -122,7 +126,7 @@ def _own_violations(case: Case) -> list[Violation]:
 
 
 def _faults_of_family(case: Case) -> list[Violation]:
-    """Return the violations of a case whose family only the Megatron backend supports."""
+    """Return violations of cases whose family only the Megatron backend supports."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     found = []
@@ -148,7 +152,7 @@ def _faults_of_family(case: Case) -> list[Violation]:
             Violation("case.loss", case.loss, f"transformers has no {case.family} that scores", "write nll")
         )
     if not found:
-        # Check a model with an output layer: a score layer instead does not change these settings.
+        # Check the variant with an output layer: these settings do not depend on a score layer.
         try:
             megatron_settings(read_architecture(model_config(replace(case, loss="nll"))))
         except ConversionError as error:
@@ -157,7 +161,7 @@ def _faults_of_family(case: Case) -> list[Violation]:
 
 
 def _faults_of_advantages(case: Case) -> list[Violation]:
-    """Return the violations between the source of advantages and the loss that reads them."""
+    """Return violations between the source of advantages and the loss that reads them."""
     kind, found = case.advantages_kind, []
     if case.segments > 1 and kind != "given":
         bound = f"segments share a given advantage, but {kind} computes one for each row"
@@ -194,7 +198,7 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
 
 
 def _plan_violations(case: Case, config: PolicyConfig) -> list[Violation]:
-    """Return the violations that the driver would report when it plans the batches."""
+    """Return the violations that the driver would report when it divides the batches."""
     batch, together = token_batch(case), rows_together(make_loss(case))
     found: list[Violation] = []
     if case.batching == "fixed" and case.mbs % together:

@@ -1,4 +1,4 @@
-"""Modules that the pool's server imports once, before it forks workers, because they are slow to import."""
+"""Slow imports that the pool's server makes once, before it forks workers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import warnings
 
 from megarl import env
 
-# Set these variables before torch and its numerical libraries read them: one thread per worker, and no device
-# but the CPU.
+# These variables must be set before torch and its numerical libraries read them: one thread per worker, and
+# no GPU.
 env.set_variables(
     {
         "OMP_NUM_THREADS": "1",
@@ -21,7 +21,7 @@ env.set_variables(
         "TOKENIZERS_PARALLELISM": "false",
     }
 )
-# The newest Megatron-Core imports Triton, which decides at its import whether it interprets kernels.
+# The newest Megatron-Core imports Triton, which decides at import time whether it interprets kernels.
 env.set_variables({"TRITON_INTERPRET": "1"})
 
 MODULES = (
@@ -36,14 +36,14 @@ MODULES = (
 
 warnings.filterwarnings("ignore")
 for _module in MODULES:
-    # A module that cannot be imported fails again, with its traceback, where it is used.
+    # Where the module is needed, its import fails again and shows the traceback.
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
 
-# Triton, if it is installed, lists its own leaks on the console when a process that imported it ends. The
-# fork server ends after the command has printed its results, so end it without Triton's exit handler. Workers
-# do not run exit handlers.
+# At exit, Triton (if installed) lists its own leaks on the console. The server exits after the command has
+# printed its results, so skip all exit handlers. Workers run none.
 atexit.register(os._exit, 0)
 
-# Workers collect garbage after every job. What was imported is not garbage, and need not be searched.
+# Workers collect garbage after every job. Exclude all imported objects, which live until the end, from these
+# searches.
 gc.freeze()

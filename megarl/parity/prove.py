@@ -1,5 +1,4 @@
-"""The proof that the comparison detects faults: each fault is planted in cases that must show it, and must be
-caught."""
+"""Mutation test of the comparison: each planted fault must be detected in its cases."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from megarl.parity.lines import words_of
 from megarl.parity.runner import CaseOutcome, CaseRunner
 
 LINE_SECONDS = 20.0
-"""Seconds between two progress lines if no terminal shows the progress live."""
+"""Seconds between two progress lines when no terminal shows live progress."""
 CAUGHT, SURVIVED, BELOW_NOISE, NO_ANSWER, BROKEN = (
     "caught",
     "survived",
@@ -36,11 +35,12 @@ class Verdict:
     """Result of planting a fault in one case.
 
     Attributes:
-        name: the fault.
+        name: name of the fault.
         case: line of the case.
-        state: ``caught``; ``survived``; ``below noise`` if 16-bit rounding alone makes a difference as large
-            as the fault; ``no answer`` in time; ``fails without the fault``, which proves nothing.
-        detail: the kinds of quantities that showed the fault, or the error that ended the workers.
+        state: ``caught`` or ``survived``; ``below noise`` if the fault has no larger effect than 16-bit
+            rounding; ``no answer`` if the case without the fault timed out; ``fails without the fault`` if
+            the case fails anyway. The last two prove nothing.
+        detail: kinds of quantities that were out of bounds, or the error that ended the workers.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Verdict:
 def cases_of(
     fault: Fault, backends: Sequence[str], max_world: int, seed: int, fixed: Mapping[str, Any]
 ) -> list[Case]:
-    """Return the cases of a fault: each of its lines on each backend that has all the features it asks for.
+    """Return the cases of a fault: every case line on every backend that has all the features of the line.
 
     Args:
         fault: the fault.
-        backends: backends of the workers, if a line names none.
-        max_world: largest number of ranks.
-        seed: seed of a line that names none.
-        fixed: further fields of each case.
+        backends: backends to use for lines that do not name one.
+        max_world: largest number of ranks; larger cases are skipped.
+        seed: seed for lines that do not name one.
+        fixed: field values that override those of every case.
     """
     cases = []
     for line in fault.cases:
@@ -77,21 +77,22 @@ def prove(
     console: Console,
     file: Path | None = None,
 ) -> int:
-    """Plant faults in cases.
+    """Plant faults in their cases, and print which ones the comparison detects.
 
-    A fault with a kind must be caught in each of its cases, by a quantity of that kind. A fault without a
-    kind must be caught in any of its cases, by any quantity, or because the workers fail.
+    A fault with a kind must be detected in each of its cases by a quantity of that kind. A fault without a
+    kind must be detected in one of its cases, by any quantity or by a failure of the workers.
 
     Args:
         runner: runs the cases.
         faults: faults by name.
-        cases: cases of each fault; empty if it has none.
-        console: shows progress and the verdicts.
-        file: JSON file for the verdicts, written again after each case; None for none.
+        cases: cases of each fault, by its name; may be empty.
+        console: receives progress and verdicts.
+        file: JSON file for the verdicts, rewritten after each case; None for none.
 
     Returns:
-        0 if all faults with a case are caught, and there is at least one; otherwise 1.
+        Exit code: 0 if at least one fault was planted and all planted faults were detected, otherwise 1.
     """
+    # Group by case: the run without a fault is the same for all faults of a case.
     plan: dict[Case, list[str]] = {}
     for name in faults:
         for case in cases[name]:
@@ -113,14 +114,15 @@ def prove(
                         "bold red",
                     )
             shown.advance()
+            # After each case, so that an aborted run keeps its verdicts.
             if file is not None:
                 file.write_text(json.dumps(list(map(asdict, verdicts)), indent=1) + "\n", encoding="utf-8")
     return _report(verdicts, faults, console)
 
 
 def _verdicts(runner: CaseRunner, case: Case, faults: Mapping[str, Fault]) -> list[Verdict]:
-    """Return the verdicts of faults in a case, which first runs once without a fault; empty if the rules
-    refuse the case."""
+    """Return the verdicts of faults in a case, after one run without a fault; empty if the case cannot
+    run."""
     if not faults or not runner.possible(case):
         return []
     clean = runner.run(case)
@@ -133,13 +135,15 @@ def _judge(runner: CaseRunner, name: str, fault: Fault, clean: CaseOutcome) -> V
         return Verdict(name, str(case), NO_ANSWER if clean.timed_out else BROKEN, clean.summary()[0])
     outcome = runner.run(case, fault)
     if outcome.error:
-        # A fault that ends or stops the workers is found without a comparison, so it proves nothing about the
-        # comparison.
+        # Workers that crash or hang show the fault without a comparison, so this proves nothing about the
+        # comparison of the fault's kind.
         return Verdict(name, str(case), SURVIVED if fault.kind else CAUGHT, outcome.summary()[0])
     kinds = [found.kind for found in outcome.mismatches]
     detail = ", ".join(f"{kind} ({kinds.count(kind)})" for kind in sorted(set(kinds)))
     if kinds and fault.kind in ("", *kinds):
         return Verdict(name, str(case), CAUGHT, detail)
+    # 16-bit rounding may hide a small fault. Its effect in float32 decides whether it should have been
+    # detected.
     in_float32 = replace(case, precision="float32", wide=False)
     if case.half and not is_above_noise(clean, runner.run(in_float32, fault)):
         return Verdict(name, str(case), BELOW_NOISE)
@@ -147,11 +151,11 @@ def _judge(runner: CaseRunner, name: str, fault: Fault, clean: CaseOutcome) -> V
 
 
 def is_above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
-    """Return whether a fault's effect in float32 exceeds twice the bound in 16 bit for some quantity, so that
-    rounding cannot hide it.
+    """Return True if, for some quantity, the effect of a fault in float32 is more than twice the 16-bit
+    bound, so that rounding cannot hide it.
 
-    Weights are rounded once more when they are exported, which can undo a difference of up to one unit in the
-    last place of their dtype.
+    Exported weights are rounded once more, which can undo a difference of up to one unit in the last place of
+    their dtype. So their effect must exceed the bound by that much.
     """
     if in_float32.error:
         return True
@@ -165,7 +169,7 @@ def is_above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
 
 
 def _report(verdicts: Sequence[Verdict], faults: Mapping[str, Fault], console: Console) -> int:
-    """Print the verdicts and the faults that survive, and return the exit code."""
+    """Print the verdicts and the surviving faults; return the exit code."""
     by_name: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_name.setdefault(verdict.name, []).append(verdict)

@@ -1,5 +1,5 @@
-"""The independent reference: plain transformers in one process with plain torch optimizers, which computes
-the whole global batch at once and uses no code of the engine."""
+"""Independent reference trainer: plain transformers and torch optimizers in one process, which computes each
+global batch at once and shares no code with the engine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megarl.parity.routers import Routers
 from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, STACKS, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
-# Names of GPT-OSS's biases, each of which stacks the vectors of all experts, end in this suffix.
+# GPT-OSS stacks the bias vectors of all experts in one matrix; these names have this suffix.
 _STACKED_BIAS = "_proj_bias"
 
 
 class _Adapted(torch.nn.Linear):
-    """A linear layer with an adapter; only the adapter's factors are trained."""
+    """Linear layer with a LoRA adapter, of which only the factors are trained."""
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
@@ -42,7 +42,7 @@ class _Adapted(torch.nn.Linear):
 
 
 class _AdaptedEmbedding(torch.nn.Embedding):
-    """An embedding with an adapter; only the adapter's factors are trained."""
+    """Embedding with a LoRA adapter, of which only the factors are trained."""
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
@@ -54,7 +54,7 @@ class _AdaptedEmbedding(torch.nn.Embedding):
 
 
 def _with_adapter(experts: Any, stack: str) -> Tensor:
-    """Return a stack of experts plus its adapter's product, differentiable."""
+    """Return stacked expert weights plus their LoRA product, differentiable."""
     weight = experts._parameters[stack]
     # Use PEFT's views of the factors: A is [experts, rank, in], and B is [out, rank, experts].
     down = experts.get_parameter(f"lora_A_{stack}").unflatten(0, (weight.shape[0], -1))
@@ -64,14 +64,14 @@ def _with_adapter(experts: Any, stack: str) -> Tensor:
 
 
 class _AdaptedStacks(torch.nn.Module):
-    """Mixin for a class of experts whose stacks have adapters; only the adapters are trained."""
+    """Mixin for an experts module with LoRA adapters on its stacked weights; only the factors are trained."""
 
     gate_up_proj = property(lambda experts: _with_adapter(experts, "gate_up_proj"))
     down_proj = property(lambda experts: _with_adapter(experts, "down_proj"))
 
 
 def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
-    """Attach the stored factors to their layers."""
+    """Load the stored LoRA factors into their layers, and freeze all other parameters."""
     from safetensors.torch import load_file
 
     stored = load_file(directory / "adapter_model.safetensors")
@@ -93,7 +93,7 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
                 parameter = torch.nn.Parameter(values.to(next(model.parameters()).dtype))
                 module.register_parameter(f"lora_{letter}{'_' * is_stack}{stack}", parameter)
             if not is_stack:
-                # Change only the class, so that the weights keep their names.
+                # Replacing the class instead of the module keeps the parameter names.
                 module.__class__ = _AdaptedEmbedding if is_embedding else _Adapted
             elif stack == STACKS[-1]:
                 module.__class__ = type("AdaptedExperts", (_AdaptedStacks, type(module)), {})
@@ -103,8 +103,8 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
 def load_model(
     directory: Path | str, dtype: torch.dtype = torch.float32, adapter: Path | None = None
 ) -> torch.nn.Module:
-    """Return the transformers model of a directory, in evaluation mode, with the adapters of the directory
-    ``adapter``."""
+    """Load the transformers model of a directory in evaluation mode, with the LoRA adapter of the directory
+    ``adapter`` if one is given."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
@@ -120,13 +120,13 @@ def load_model(
         if name.endswith("ForSequenceClassification")
         else AutoModelForCausalLM
     )
-    # Use eager experts: the grouped matrix product that transformers prefers requires rows of a multiple of
-    # 16 bytes.
+    # Eager experts: the grouped matmul that transformers prefers requires row sizes that are multiples of 16
+    # bytes.
     model: torch.nn.Module = auto.from_pretrained(
         directory, config=config, dtype=dtype, experts_implementation="eager"
     ).eval()
-    # transformers keeps some norms in float32 if float16 is requested, which no backend does. Convert these
-    # weights, because their noise would otherwise lack the rounding that the backends' weights have.
+    # For float16, transformers keeps some norms in float32, which no backend does. Convert them, because the
+    # reference must round them as the backends do.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     if adapter is not None:
@@ -135,8 +135,8 @@ def load_model(
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
-    """Return the weights as transformers stores them. Their names on disk may differ from those in memory,
-    and a tied weight is stored once. Adapters are merged into their weights."""
+    """Return the weights as ``save_pretrained`` stores them: with the names on disk, tied weights once, and
+    LoRA adapters merged."""
     from safetensors.torch import load_file
 
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
@@ -146,6 +146,7 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
             added = added.T if isinstance(module, _AdaptedEmbedding) else added
             state[f"{name}.weight"] = (module.weight.float() + added).to(module.weight.dtype).detach()
         elif isinstance(module, _AdaptedStacks):
+            # Merge in float32, then round once.
             wide: Any = copy.deepcopy(module).float()
             for stack in STACKS:
                 state[f"{name}.{stack}"] = getattr(wide, stack).to(model.dtype).detach()
@@ -160,8 +161,11 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
 def distributions(
     model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
-    """Return the log-probabilities of the distributions that the next tokens are sampled from, [B, S-1, V]
-    float32, differentiable. Padding is masked out of the attention."""
+    """Return the log-probabilities [B, S-1, V] of the distributions that the next tokens are sampled from;
+    float32, differentiable.
+
+    Padding is masked out of the attention.
+    """
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     logits = (
         model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float()
@@ -173,7 +177,7 @@ def distributions(
 def next_token_logprobs(
     model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
-    """Return the log-probabilities of the next tokens, [B, S-1] float32, differentiable."""
+    """Return the log-probabilities [B, S-1] of the next tokens; float32, differentiable."""
     return _of_next_tokens(distributions(model, data, sampling), data)
 
 
@@ -182,9 +186,8 @@ def _of_next_tokens(logarithms: Tensor, data: Mapping[str, Any]) -> Tensor:
 
 
 def entropies_of(logarithms: Tensor) -> Tensor:
-    """Return the entropies [...], in nats, of distributions with log-probabilities [..., V];
-    differentiable."""
-    # A token that cannot be sampled contributes neither to the value nor to the gradient.
+    """Return the entropies [...] in nats of distributions with log-probabilities [..., V]; differentiable."""
+    # A token with probability 0 must add neither to the value nor to the gradient; 0 * -inf would be NaN.
     can_be = logarithms.isfinite()
     return -torch.where(
         can_be, logarithms.exp() * logarithms.where(can_be, torch.zeros_like(logarithms)), 0.0
@@ -192,8 +195,8 @@ def entropies_of(logarithms: Tensor) -> Tensor:
 
 
 def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
-    """Return the logits, with minus infinity where transformers' own top-k and top-p remove a token other
-    than the target."""
+    """Return the logits with -inf for tokens that transformers' top-k or top-p filter removes, except for the
+    target tokens."""
     from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
     warpers: list[LogitsProcessor] = [] if sampling.top_k is None else [TopKLogitsWarper(sampling.top_k)]
@@ -206,8 +209,11 @@ def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor
 
 
 def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
-    """Return the model outputs that losses read, differentiable float32: ``next_token_logprobs``, or for a
-    model that scores, the values of tokens [B, S] with padding 0."""
+    """Return the model outputs that a loss reads; float32, differentiable.
+
+    For a language model these are next-token log-probabilities [B, S-1]; for a model with a score layer,
+    values [B, S] that are 0 in padding.
+    """
     if not hasattr(model, "score"):
         return next_token_logprobs(model, data, sampling)
     inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
@@ -218,11 +224,11 @@ def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings
 def token_logprobs(
     model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
-    """Return log-probabilities [B, S] float32, 0 in column 0 and in padding; for a model that scores, its
-    values.
+    """Return log-probabilities [B, S] in float32, with 0 in column 0 and in padding; values for a model with
+    a score layer.
 
-    A token that is certain, as after training that diverges, has the largest negative number, so that exactly
-    0 stands for padding alone.
+    A token with probability 1, as after diverging training, gets the negative number closest to 0 instead of
+    0, so that 0 always means padding.
     """
     with torch.no_grad():
         values = read_by_loss(model, data, sampling)
@@ -235,20 +241,23 @@ def token_logprobs(
 
 @dataclass
 class Expected:
-    """Figures that training must report, with one entry per call of ``train()``.
+    """Values that the workers must report, with one list entry per ``train()`` call.
 
     Attributes:
-        losses: one per global batch.
-        norms: gradient norms before clipping, one per global batch.
-        norm_scales: for each gradient norm, the size of the terms that it is computed from.
-        metrics: metrics reduced over the call's global batches.
-        scales: for each metric, the size of its terms, or of their change with the log-probabilities if that
-            is larger; the metric itself may be much smaller, because terms cancel.
+        losses: one loss per global batch.
+        norms: one gradient norm per global batch, before clipping.
+        norm_scales: scale for the relative error of each gradient norm: the size of the terms whose sum the
+            gradient is.
+        metrics: metrics, reduced over the global batches of the call.
+        scales: scale for the relative error of each metric: the summed size of its terms, or their change
+            with the log-probabilities if that is larger. A metric itself may be much smaller, because terms
+            cancel.
         weights: weights after training, by Hugging Face name.
-        logprobs: [B, S] after training.
-        base_logprobs: [B, S] of the reference policy; None if that is the model before training.
-        distributions: log-probabilities [B, S-1, V] of the distributions that the next tokens are sampled
-            from, before and after training, if the case requests the most likely tokens.
+        logprobs: [B, S] log-probabilities after training.
+        base_logprobs: [B, S] log-probabilities of the reference policy; None if that is the model before
+            training.
+        distributions: [B, S-1, V] log-probabilities of the sampling distributions before and after training;
+            empty unless the case needs the most likely tokens.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -277,19 +286,19 @@ def _as_it_is(scores: Tensor) -> Tensor:
 
 
 class ReferenceTrainer:
-    """Trainer that updates ``model`` in place: gradient of the whole global batch, clipped by its norm, then
-    one optimizer step.
+    """Trainer that updates a model in place. A step computes the gradient of a whole global batch, clips it
+    by its norm, and runs the optimizer once.
 
-    In 16-bit precision the optimizer updates float32 copies of the parameters, and the model's parameters are
-    rounded from them.
+    In 16-bit precision, the optimizer updates float32 master weights, from which the model's parameters are
+    rounded.
 
     Args:
         model: a transformers model.
-        hyper: settings of the optimizer.
+        hyper: optimizer settings.
         loss_fn: a ``LossFunction``.
-        sampling: settings that the tokens count as sampled with.
-        loss_scale: factor of the loss in the backward pass.
-        read: function that replaces each of the model's scores before the loss reads it.
+        sampling: temperature, top-k and top-p of the sampling distribution.
+        loss_scale: factor on the loss in the backward pass; gradients are divided by it.
+        read: function applied to the model outputs before the loss reads them, to add noise.
     """
 
     def __init__(
@@ -320,8 +329,8 @@ class ReferenceTrainer:
         self._optimizer = _optimizer(self._master, decays, hyper)
 
     def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
-        """Run the ``number``-th call of ``train()`` over its global batches, and append the figures that it
-        must report to ``expected``."""
+        """Run call ``number`` of ``train()`` on its global batches, and append the values to report to
+        ``expected``."""
         rate, decay = self._hyper.rate(number), self._hyper.weight_decay(number)
         steps = zip(*(self._step(batch, rate, decay) for batch in batches), strict=True)
         losses, norms, norm_scales, metrics, scales = map(list, steps)
@@ -339,7 +348,7 @@ class ReferenceTrainer:
         scores = list(map(self._read, self._scores(data)))
         loss, metrics = self._loss_fn(data, sequences, tokens, *scores)
         routing = self._routers.judged(data)
-        # Compute this before the backward pass, which frees the graph.
+        # This must precede the backward pass, which frees the graph.
         balancing = self._size_of_gradients(routing.by_expert)
         ((loss if routing.loss is None else loss + routing.loss) * self._loss_scale).backward()
         norm = self._update(rate, decay)
@@ -362,8 +371,8 @@ class ReferenceTrainer:
         return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, scales)
 
     def _scores(self, data: Mapping[str, Any]) -> list[Tensor]:
-        """Return the inputs of the loss, differentiable: log-probabilities, with entropies or
-        log-probabilities of further tokens if needed, or values."""
+        """Return the differentiable inputs of the loss: log-probabilities, followed by entropies or by
+        log-probabilities of further tokens if the loss needs them, or values."""
         if self._loss_fn.scored_tokens is not None:
             logarithms = distributions(self.model, data, self._sampling)
             return [
@@ -376,8 +385,10 @@ class ReferenceTrainer:
         return [_of_next_tokens(logarithms, data), entropies_of(logarithms)]
 
     def _size_of_gradients(self, terms: Tensor | None) -> float:
-        """Return the sum of the norms of the gradients of ``terms``. The gradient of the terms' sum is
-        smaller if they cancel."""
+        """Return the sum of the gradient norms of the individual ``terms``; 0 for None.
+
+        The gradient of the terms' sum may be much smaller, because the terms cancel.
+        """
         if terms is None:
             return 0.0
         size = 0.0
@@ -391,15 +402,16 @@ class ReferenceTrainer:
 
     def _update(self, rate: float, decay: float) -> float:
         for master, parameter in zip(self._master, self._parameters, strict=True):
-            # A backend's buffers hold zeros for a parameter that no gradient reaches, and weight decay
-            # changes it all the same.
+            # For a parameter without a gradient, the buffers of a backend contain zeros, and weight decay
+            # still changes it.
             master.grad = (
                 torch.zeros_like(master)
                 if parameter.grad is None
                 else parameter.grad.float() / self._loss_scale
             )
-        # An infinite bound clips nothing, and the norm is returned all the same.
+        # With an infinite bound nothing is clipped, but the norm is still returned.
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
+        # The schedules are computed without torch's schedulers, which a backend uses.
         for group in self._optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = decay if group["decays"] else 0.0
@@ -412,12 +424,17 @@ class ReferenceTrainer:
     def _scales(
         self, data: Mapping[str, Any], sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]
     ) -> dict[str, float]:
-        """Return the scale of each metric: its size summed row by row, or, if larger, its slope with respect
-        to the model outputs. The slope is the factor by which an error of the outputs, relative to the larger
-        of their size and 1, appears in the metric. If terms cancel within a token, the scale is large enough
-        for their rounding errors to be within ``BOUND``."""
+        """Return the scale of each metric: the sum of its absolute values over rows, or its slope with
+        respect to the model outputs if that is larger.
+
+        The slope is the factor by which an error of the outputs (relative to their size, at least 1) changes
+        the metric. If terms cancel within a token, the scale is raised until their rounding errors are within
+        ``BOUND``.
+        """
+        # A finite difference also gives the slope of metrics that are computed without autograd.
         moved = [values + SMALL_CHANGE * values.abs().clamp(min=1.0) for values in scores]
         parts: dict[str, list[float]] = {}
+        # Separately for each row (or pair), so that terms of different rows cannot cancel.
         for first in range(0, data["input_ids"].shape[0], self._together):
             rows = slice(first, first + self._together)
             part = rows_of(data, first, self._together)
@@ -438,7 +455,8 @@ class ReferenceTrainer:
         return found
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:
-        """Return the size of a metric from the sizes of its rows."""
+        """Combine the sizes of a metric's rows by its reduction: the sum, or the largest for minima and
+        maxima."""
         return sum(sizes) if self._reduction(name) is Reduction.SUM else max(sizes, default=0.0)
 
     def _reduction(self, name: str) -> Reduction:
@@ -446,8 +464,8 @@ class ReferenceTrainer:
         return declared[name] if name in declared else default_reduction(name)
 
     def _over_batches(self, batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Combine the global batches of a call: sums and means are averaged, and extremes are taken over all
-        batches."""
+        """Reduce metrics over the global batches of a call: the mean of sums and means, and the extreme of
+        minima and maxima."""
         combined = {}
         for name in batches[0]:
             values = [batch[name] for batch in batches]
@@ -477,8 +495,16 @@ def trained(
     loss_scale: float = 1.0,
     read: Callable[[Tensor], Tensor] = _as_it_is,
 ) -> Expected:
-    """Train ``model`` in place on the whole batch of a case, call by call, and return the figures that
-    training must report. The loss reads ``read`` of the model's scores."""
+    """Train ``model`` in place on the batch of a case, call by call, and return the values that the workers
+    must report.
+
+    Args:
+        case: the case.
+        model: a transformers model.
+        batch: the complete batch.
+        loss_scale: factor on the loss in the backward pass.
+        read: function applied to the model outputs before the loss reads them.
+    """
     expected = Expected()
 
     def look() -> None:

@@ -1,8 +1,8 @@
-"""The reference's own advantages, computed per row or per token, written from the papers without any code of
-the driver.
+"""Reference implementation of advantages, computed row by row or token by token from the papers, without code
+of the driver.
 
-GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized
-advantages (1506.02438, equation 16) and, with a teacher, those of MOPD (2601.02780, equation 8).
+GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized advantage
+estimation (1506.02438, equation 16), and MOPD for a teacher (2601.02780, equation 8).
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from megarl.parity.case import Case
 from megarl.parity.options import numbers_of
 
 PART_WEIGHTS = {"one": 0.6, "other": 0.02}
-"""Weights of the parts of a reward."""
+"""Weight of each reward component (GDPO)."""
 Columns = Mapping[str, Any]
 
 
 def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
-    """Return the signals of one call, computed from rewards, values or the teacher's log-probabilities, each
-    [B, S] float32: ``advantages``, or for a value loss ``prev_values`` and ``returns``."""
-    # Compute in float64, so that no rounding of the reference counts against the driver.
+    """Return the training signals of one call, computed from rewards, values or the teacher's
+    log-probabilities.
+
+    These are ``advantages`` [B, S], or ``prev_values`` and ``returns`` [B, S] for a value loss; all float32.
+    """
+    # Compute in float64, so that rounding errors of the reference do not count against the driver.
     found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
     if case.advantages_kind == "gae":
         return _generalized(case, data)
@@ -53,8 +56,8 @@ def _answers(data: Columns, which: str = "sample_mask") -> dict[int, list[int]]:
 
 
 def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> dict[int, float]:
-    """Return the amount that the divergence subtracts from the reward of each token: its weight times k1,
-    with the clamps of the loss."""
+    """Return the KL penalty that ``in-reward`` subtracts from the reward of each token: the coefficient times
+    the k1 estimate, with the clamps of the loss."""
     if not case.takes_divergence_from_rewards:
         return dict.fromkeys(places, 0.0)
     bounds = case.loss_number("kl-input-clamp"), case.loss_number("kl-output-clamp")
@@ -83,8 +86,7 @@ def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
 
 
 def _of_groups(case: Case, data: Columns) -> dict[int, float]:
-    """Return one advantage for each row that has a reward, because rows that are not trained on count in the
-    comparison as well."""
+    """Return one advantage for each row with a reward. Rows without a loss still count in the baselines."""
     answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
         total = dict.fromkeys(answers, 0.0)
@@ -101,13 +103,17 @@ def _of_groups(case: Case, data: Columns) -> dict[int, float]:
 
 
 def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict[int, float]:
-    """Return each row's reward less a baseline: the mean of the other rewards of its prompt, or of all of
-    them. The difference is divided by the deviation of all rewards of the prompt, unless the options include
-    ``raw``."""
+    """Return each row's reward minus a baseline, which is the mean reward of the other responses to its
+    prompt (with ``plain``, of all of them).
+
+    Unless the options include ``raw``, the difference is divided by the standard deviation of the prompt's
+    rewards.
+    """
     values = {}
     for row in rewards:
         peers = [rewards[other] for other in rewards if data["prompt"][other] == data["prompt"][row]]
         mean, count = sum(peers) / len(peers), len(peers)
+        # A single response has no others to compare with; with the mean as baseline its advantage is 0.
         baseline = mean if "plain" in options or count == 1 else (sum(peers) - rewards[row]) / (count - 1)
         squares = sum((peer - mean) ** 2 for peer in peers)
         deviation = (squares / max(count - ("sample" in options), 1)) ** 0.5
@@ -147,8 +153,10 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
         if not places:
             continue
         said = data["values"][row].double()
+        # The value of the state before a token is the output at the previous position.
         values = [float(said[place - 1]) if place else 0.0 for place in places]
         cut = "bootstrap" in case.advantages_options and bool(data["truncated"][row])
+        # A truncated response would go on, so with ``bootstrap`` its last value stands for the missing rest.
         following = [*values[1:], float(said[int(data["input_lengths"][row]) - 1]) if cut else 0.0]
         penalties, errors = _penalties(case, data, row, places), list[float]()
         for place, value, after in zip(places, values, following, strict=True):
@@ -171,8 +179,9 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _standardised(values: list[float]) -> list[float]:
-    """Return the values less their mean, divided by their deviation; zeros if all values are equal."""
+    """Return the values minus their mean, divided by their standard deviation; zeros if all values are
+    equal."""
     mean = sum(values) / max(len(values), 1)
     deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
-    # Values that differ only by rounding have no deviation to divide by.
+    # Equal values may differ by rounding; do not divide by that deviation.
     return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]

@@ -1,8 +1,8 @@
-"""The reference's own losses, computed row by row in float64, written from the papers without any code of the
+"""Reference implementation of losses, computed row by row in float64 from the papers, without code of the
 engine or the trainer.
 
-The case gives all numbers. Three steps of a case may take a token past the trainer's default clamps, so these
-losses have them too. Advantages are computed by ``megarl.parity.reference_advantages``.
+All numbers come from the case. In three training steps a token may move beyond the trainer's default clamps,
+so these losses apply the clamps as well. ``megarl.parity.reference_advantages`` computes advantages.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megarl.parity.losses import loss_weight
 
 _BOUNDED = frozenset({"tis", "icepop", "seq-mask"})
 LEAST_REST = 16 * 2.0**-23
-"""Smallest probability of all other tokens that float32 can distinguish from 0."""
+"""Smallest total probability of all other tokens that float32 can tell apart from 0."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a loss: its batch and its divisors, each above 0."""
+    """Inputs of one loss call: the batch and its divisors, which are all above 0."""
 
     case: Case
     data: Mapping[str, Any]
@@ -37,79 +37,84 @@ class _Call:
     pairs: float
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each unmasked row, and its target positions among the log-probabilities, which
-        begin with the second token."""
+        """Yield the index of each unmasked row and its target positions.
+
+        Positions index the log-probabilities, whose first entry belongs to the second token.
+        """
         for row in range(self.data["input_ids"].shape[0]):
             if float(self.data["sample_mask"][row]) != 0.0:
                 yield row, self.data["token_mask"][row, 1:].nonzero().squeeze(1)
 
     def pairs_of_rows(self) -> Iterator[tuple[tuple[int, Tensor], tuple[int, Tensor]]]:
-        """Yield pairs of consecutive rows that are both unmasked."""
+        """Yield (chosen, rejected) pairs of consecutive rows in which both rows are unmasked."""
         counted = dict(self.rows())
         for first in range(0, self.data["input_ids"].shape[0], 2):
             if first in counted and first + 1 in counted:
                 yield (first, counted[first]), (first + 1, counted[first + 1])
 
     def at(self, key: str, row: int, places: Tensor) -> Tensor:
-        """Return a column's numbers at target positions, float64."""
+        """Return the float64 values of a batch column at target positions."""
         return self.data[key][row, 1:][places].double()
 
     @property
     def samples(self) -> float:
-        """Number of responses that count."""
+        """Number of responses in the batch that count."""
         return float(responses(self.data))
 
     def tokens_of_response(self, row: int, own: int) -> int:
-        """Return the number of unmasked tokens of the response that a row is a segment of; ``own`` if the row
-        is the whole response."""
+        """Return the number of unmasked tokens of the whole response that this row is a segment of; ``own``
+        if rows are not segments."""
         return int(self.data["response_tokens"][row]) if "response_tokens" in self.data else own
 
 
 def responses(data: Mapping[str, Any]) -> Fraction:
-    """Return the number of responses that count in a batch. A segment counts by its share of the response's
-    tokens, any other row as one."""
+    """Return the number of responses in a batch that count.
+
+    A segment counts as its share of the response's tokens; any other row counts as 1.
+    """
     if "response_tokens" not in data:
         return Fraction(int(data["sample_mask"].sum()))
     total = Fraction(0)
     for row, counted in enumerate(data["sample_mask"].tolist()):
         own = int(data["token_mask"][row, 1:].sum()) if counted else 0
+        # Fractions are exact, so that the segments of a response add up to 1.
         total += Fraction(own, max(int(data["response_tokens"][row]), 1))
     return total
 
 
 Loss = tuple[Tensor, dict[str, Any]]
-"""A loss and its metrics, in float64."""
+"""A float64 loss and its metrics."""
 
 
 @dataclass(frozen=True)
 class ReferenceLoss:
-    """A loss as the NeMo-RL policy API calls it, with the attributes that the trainer needs; it computes in
-    float64.
+    """Loss with the interface of the NeMo-RL policy API and the attributes that the trainer reads, computed
+    in float64.
 
-    Its scores are log-probabilities [B, S-1] or values [B, S]. If needed, they are followed by entropies [B,
-    S-1] or by log-probabilities [B, S-1, K] of further tokens.
+    Its inputs are log-probabilities [B, S-1] or values [B, S]. Some losses need a second input: entropies [B,
+    S-1], or log-probabilities [B, S-1, K] of further tokens.
     """
 
     case: Case
 
     @property
     def needs_entropies(self) -> bool:
-        """True if the loss needs the entropies of the distributions that tokens are sampled from."""
+        """True if the loss needs the entropies of the sampling distributions."""
         return "entropy" in self.case.loss_options
 
     @property
     def scored_tokens(self) -> str | None:
-        """Key of the further tokens whose log-probabilities the loss needs; None for none."""
+        """Batch key of the further tokens whose log-probabilities the loss needs; None if it needs none."""
         return "teacher_topk_indices" if self.case.loss_kind == "distill" else None
 
     @property
     def rows_together(self) -> int:
-        """Number of consecutive rows that the loss needs in one micro-batch."""
+        """Number of consecutive rows that must be in the same micro-batch."""
         return 2 if self.case.loss_kind in PAIRED else 1
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Reductions of metrics that are minima or maxima; all other metrics are sums."""
+        """Reductions of the metrics that are minima or maxima; all others are sums."""
         extremes = {MISMATCH_MAX: Reduction.MAX}
         for name in ("probs_ratio", "probs_ratio_clamped"):
             extremes[f"{name}_min"] = Reduction.MIN
@@ -124,7 +129,7 @@ class ReferenceLoss:
         *scores: Tensor,
         **named: Tensor,
     ) -> Loss:
-        """Return the loss as float32, and its metrics."""
+        """Return the float32 loss and its metrics."""
         compute, _ = _LOSSES[self.case.loss_kind]
         call, weight = (
             self._call(data, float(global_valid_seqs), float(global_valid_toks)),
@@ -136,36 +141,38 @@ class ReferenceLoss:
     def rounded(
         self, data: Mapping[str, Any], sequences: float, tokens: float, *scores: Tensor
     ) -> dict[str, float]:
-        """Return, for each metric with terms that cancel within one token, the sum of the sizes of these
-        terms. Rounding errors are relative to them, not to their difference. The loss is included, because it
-        is computed from the metrics."""
+        """Return, for each metric whose terms cancel within a token, the sum of the absolute terms.
+
+        Rounding errors are proportional to these terms, not to their difference. The result includes the
+        loss, which is computed from such metrics.
+        """
         _, rounded = _LOSSES[self.case.loss_kind]
         return {} if rounded is None else rounded(self._call(data, sequences, tokens), *scores)
 
     def _call(self, data: Mapping[str, Any], sequences: float, tokens: float) -> _Call:
-        # Keep the counts above 0: a batch in which nothing counts has the loss 0.
+        # A batch without valid tokens has the loss 0; avoid 0 / 0.
         return _Call(self.case, data, *(max(count, 1e-8) for count in (sequences, tokens, sequences / 2)))
 
 
 def reference_loss(case: Case) -> ReferenceLoss:
-    """Return the loss that a case names, as its paper defines it."""
+    """Return the loss of a case, implemented as its paper defines it."""
     return ReferenceLoss(case)
 
 
 def _number(case: Case, option: str) -> float:
-    """Return the number of an option; infinity stands for no bound."""
+    """Return the number of an option; infinity if it has no bound."""
     number = case.loss_number(option)
     return float("inf") if number is None else number
 
 
 def _bounds(case: Case, option: str) -> tuple[float, float]:
-    """Return the lower and upper bound of an option; 0 and infinity stand for no bound."""
+    """Return the lower and upper bound of an option; 0 and infinity if it has none."""
     low, high = case.loss_numbers(option)
     return 0.0 if low is None else low, float("inf") if high is None else high
 
 
 def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
-    # Start with a sum that is 0 but has gradients, for a batch in which no row counts.
+    # A batch without valid rows needs a loss of 0 that still has a gradient.
     total, count = 0.0 * logprobs.sum(), 0
     for row, places in call.rows():
         total = total - logprobs[row, places].sum()
@@ -174,10 +181,13 @@ def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
 
 
 def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, Tensor, float, Tensor]]:
-    """Yield, for each unmasked pair, the rewards of the chosen and the rejected answer, the size of the terms
-    that cancel in their difference, and the log-probabilities of the chosen answer."""
-    # The reference comes rolled by one, so that its column i and column i of the log-probabilities belong to
-    # the same token.
+    """Yield the rewards of the chosen and the rejected response of each unmasked pair.
+
+    They are followed by the size of the terms that cancel in the difference of the rewards, and by the
+    log-probabilities of the chosen response.
+    """
+    # The batch stores the reference log-probabilities shifted by one, so column i belongs to the same token
+    # here and in ``logprobs``.
     reference = call.data["reference_policy_logprobs"].double()
     for pair in call.pairs_of_rows():
         rewards, size = [], 0.0
@@ -189,9 +199,16 @@ def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _undecided(margins: Sequence[tuple[float, float]], pairs: float) -> float:
-    """Return the scale of an accuracy that rounding may change, from each pair's margin and the size of the
-    terms that cancel in the margin. With this scale, an error of the terms that makes the closest pair change
-    sides gives a relative error of the accuracy that passes."""
+    """Return the scale of an accuracy that rounding may change.
+
+    Args:
+        margins: margin of each pair, and the size of the terms that cancel in it.
+        pairs: number of pairs.
+
+    Returns:
+        A scale so large that the error of an accuracy is within bounds if a rounding error of the terms flips
+            the closest pair.
+    """
     least = min((abs(margin) / size for margin, size in margins if size), default=math.inf)
     return 1 / pairs / max(least, 1e-12) * BOUND / ROUNDING
 
@@ -206,8 +223,8 @@ def _rounded_in_accuracy(call: _Call, logprobs: Tensor) -> dict[str, float]:
 
 
 def _preference(call: _Call, logprobs: Tensor) -> Loss:
-    """Compute DPO (Rafailov et al., arXiv 2305.18290, equation 7) or IPO (Azar et al., arXiv 2310.12036,
-    equation 17), plus the chosen answer's likelihood."""
+    """Compute the DPO loss (Rafailov et al., arXiv 2305.18290, equation 7) or the IPO loss (Azar et al.,
+    arXiv 2310.12036, equation 17), plus the negative log-likelihood of the chosen responses."""
     case, options, beta = call.case, call.case.loss_options, _number(call.case, "beta")
     preference = likelihood = 0.0 * logprobs.sum()
     sums = dict.fromkeys(("accuracy", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
@@ -215,6 +232,7 @@ def _preference(call: _Call, logprobs: Tensor) -> Loss:
         if "ipo" in options:
             preference = preference + (chosen - rejected - 0.5 / beta) ** 2
         else:
+            # -log(sigmoid(x)) = log(1 + exp(-x)).
             preference = preference + torch.log1p(torch.exp(-beta * (chosen - rejected)))
         likelihood = likelihood - spoken.sum() / (max(len(spoken), 1) if "sft-mean" in options else 1)
         better, worse = float(chosen.detach()), float(rejected.detach())
@@ -241,7 +259,7 @@ def _scores_of_pairs(call: _Call, values: Tensor) -> Iterator[tuple[Tensor, Tens
 
 
 def _bradley_terry(call: _Call, values: Tensor) -> Loss:
-    """Compute the Bradley-Terry loss of Ouyang et al., arXiv 2203.02155, equation 1, for two answers per
+    """Compute the Bradley-Terry loss of Ouyang et al., arXiv 2203.02155, equation 1, for two responses per
     prompt."""
     total = 0.0 * values.sum()
     sums = dict.fromkeys(("accuracy", "margin", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
@@ -278,8 +296,8 @@ def _rounded_in_returns(call: _Call, values: Tensor) -> dict[str, float]:
 
 
 def _value_error(call: _Call, values: Tensor) -> Loss:
-    """Compute the value loss: half the squared error of the value or, if larger, of the value clipped to the
-    allowed range around the old one."""
+    """Compute the clipped value loss of PPO: half of the larger of two squared errors, of the value and of
+    the value clipped around the old value."""
     clip = _number(call.case, "clip") if "clip" in call.case.loss_options else math.inf
     total = 0.0 * values.sum()
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
@@ -292,6 +310,7 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
             if abs(float(value.detach()) - old) > clip:
                 bound = old + clip if float(value.detach()) > old else old - clip
                 if (bound - target) ** 2 > float(error.detach()):
+                    # A clipped value is constant. The product with 0 keeps the result in the graph.
                     error = 0.0 * error + (bound - target) ** 2
                     sums["clipped_share"] += 1 / call.tokens
             total = total + error / 2
@@ -302,8 +321,10 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
 
 def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
     """Compute KL(teacher || policy), KL(policy || teacher), or a weighted sum of both, token by token from
-    the definition. The outcomes are the teacher's tokens, with or without one more outcome for all other
-    tokens."""
+    the definition.
+
+    The outcomes are the teacher's top-k tokens and, without ``renorm``, one outcome for all other tokens.
+    """
     share, total = _forward_share(call.case), 0.0 * scored.sum()
     sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
     for teacher, policy in _of_teacher_and_policy(call, scored):
@@ -316,7 +337,7 @@ def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
 
 
 def _forward_share(case: Case) -> float:
-    """Return the weight of the forward divergence."""
+    """Return the weight of the forward KL; the reverse KL has the rest."""
     return (
         1.0
         if "forward" in case.loss_options
@@ -327,16 +348,18 @@ def _forward_share(case: Case) -> float:
 
 
 def _has_rest(case: Case) -> bool:
-    """Return whether all tokens except the teacher's form one outcome. If the teacher gives the whole
-    vocabulary, only rounding would be left."""
+    """Return True if the tokens outside the teacher's top k form one more outcome.
+
+    If the top k are the whole vocabulary, that outcome would consist of rounding errors.
+    """
     return "renorm" not in case.loss_options and case.likeliest < case.vocab
 
 
 def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each target token, the probabilities [K] that the teacher and the policy give to the
-    teacher's tokens."""
+    """Yield for each target token the probabilities [K] of the teacher's top-k tokens, under the teacher and
+    under the policy."""
     for row, places in call.rows():
-        # The teacher's column for a token has the index of the token before it.
+        # The teacher's logits for a token are in the column of the previous token.
         yield from zip(
             call.data["teacher_topk_logits"][row, places].double().exp(),
             scored[row, places].double().exp(),
@@ -345,8 +368,11 @@ def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor
 
 
 def _outcomes(probabilities: Tensor, case: Case) -> Tensor:
-    """Return the probabilities with that of the rest as one more outcome, at least the smallest that float32
-    can distinguish from 0 (16 units in the last place of 1). Without a rest, return them normalised to sum 1.
+    """Return the probabilities with one more outcome for all other tokens, or normalised to sum 1 if the loss
+    has no such outcome.
+
+    The additional probability is at least 16 units in the last place of 1, the smallest that float32 can tell
+    apart from 0.
     """
     if not _has_rest(case):
         return probabilities / probabilities.sum()
@@ -354,8 +380,8 @@ def _outcomes(probabilities: Tensor, case: Case) -> Tensor:
 
 
 def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str, float]:
-    """Return the factor by which an error in the probabilities of both rests, each 1 less a sum, appears in a
-    divergence."""
+    """Return the factor by which errors in the probability of all other tokens (1 minus a sum, for teacher
+    and policy) change a KL."""
     sizes, share = {"forward_kl": 0.0, "reverse_kl": 0.0}, _forward_share(call.case)
     for teacher, policy in _of_teacher_and_policy(call, scored) if _has_rest(call.case) else ():
         one, other = float(_outcomes(teacher, call.case)[-1]), float(_outcomes(policy, call.case)[-1])
@@ -369,10 +395,13 @@ def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str,
 
 
 def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> Loss:
-    """Compute the policy gradient loss of PPO (arXiv 1707.06347, equation 7) with separate lower and upper
-    bounds (2503.14476, equation 8) and a bound for negative advantages (1912.09729, equation 4). Options are
-    ratios of sequences (2507.18071, equations 7 and 14), CISPO (2506.13585, equation 4), Dr.GRPO's constant
-    (2503.20783), and a divergence with the score function's part of its gradient (2506.09477)."""
+    """Compute the policy-gradient loss of PPO (arXiv 1707.06347, equation 7) with separate lower and upper
+    clip bounds (2503.14476, equation 8) and a bound for negative advantages (1912.09729, equation 4).
+
+    Options: sequence-level ratios (2507.18071, equations 7 and 14), CISPO (2506.13585, equation 4), the
+    constant normaliser of Dr.GRPO (2503.20783), and a KL penalty whose gradient has the score-function term
+    (2506.09477).
+    """
     case, options, tokens = call.case, call.case.loss_options, call.tokens
     in_loss = "kl" in options and "in-reward" not in options
     low, high = _bounds(case, "cliprange")
@@ -436,13 +465,14 @@ def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = N
 
 
 def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
-    """Return the ratio of each token of a sequence, or what a loss uses in its place."""
+    """Return the probability ratio of each token of a sequence, or the quantity that an option uses
+    instead."""
     options, clamp = case.loss_options, _number(case, "ratio-clamp")
     if "noratio" in options:
         return current
     if "gspo-token" in options:
-        # In equation 14, sg(s) pi / sg(pi) has the value s, and the derivative s with respect to log pi. If s
-        # is clamped, it is a constant.
+        # In equation 14, sg(s) pi / sg(pi) has the value s and the derivative s with respect to log pi. A
+        # clamped s is a constant, so its derivative is 0.
         with torch.no_grad():
             logarithm = (current - previous).mean()
             value = torch.exp(torch.clip(logarithm, -clamp, clamp))
@@ -453,16 +483,19 @@ def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
 
 
 def _of_level(logarithms: Tensor, options: Any) -> Tensor:
-    """Return the log-ratios of a sequence's tokens, or for losses on the sequence level, the log of their
-    geometric mean for each token."""
+    """Return the log-ratios of a sequence's tokens; for sequence-level losses, their mean for each token (log
+    of the geometric mean)."""
     if not {"gspo", "gspo-token"} & options:
         return logarithms
     return (logarithms.sum() / len(logarithms)).repeat(len(logarithms))
 
 
 def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
-    """Return the importance weights of a sequence, truncated, or set to 0 if they are out of bounds;
-    ``logarithms`` are the log-weights of the tokens."""
+    """Return the importance weights of a sequence, truncated (``tis``) or set to 0 if out of bounds
+    (``icepop``, ``seq-mask``).
+
+    ``logarithms`` are the log-weights of the individual tokens.
+    """
     options = case.loss_options
     if "tis" in options:
         return torch.minimum(weights, torch.full_like(weights, _number(case, "tis")))
@@ -476,8 +509,9 @@ def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
 
 
 def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, case: Case) -> Tensor:
-    """Return the objective to be maximised, for each token of a sequence."""
+    """Return the objective of each token of a sequence, which training maximises."""
     if "cispo" in case.loss_options:
+        # The ratio is only a weight here, so tokens with a clipped ratio keep their gradient.
         return clipped.detach() * advantage * current
     objective = torch.minimum(ratio * advantage, clipped * advantage)
     if "dual" not in case.loss_options:
@@ -486,7 +520,7 @@ def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tenso
 
 
 def _share(length: int, call: _Call) -> float:
-    """Return the weight of a token of a response with that length."""
+    """Return the weight of one token in the loss, for a response with ``length`` tokens."""
     if "seq" not in call.case.loss_options:
         return 1 / call.tokens
     return 1 / (
@@ -495,10 +529,13 @@ def _share(length: int, call: _Call) -> float:
 
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
-    """Return the sum of the divergence over the tokens, each weighted by how much likelier it is now than
-    when it was sampled. The gradient is derived by hand: it is the expectation of log(current / reference)
-    times the gradient of the log-probability, whichever estimator gives the value. Clamps bound the gradient
-    without setting it to 0."""
+    """Return the KL penalty summed over the tokens of a sequence; with ``approx``, each is weighted by
+    current / sampling probability.
+
+    The gradient is written out by hand. In expectation it is log(current / reference) times the gradient of
+    the log-probability, whichever estimator gives the value. Clamps limit this factor, without setting the
+    gradient to 0.
+    """
     options, most, bound = (
         case.loss_options,
         _number(case, "kl-input-clamp"),
@@ -513,20 +550,19 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Ca
             slope = torch.maximum(1 - torch.exp(-above), -(bound + torch.relu(-above)))
         value = (weight * torch.clip(estimate, -bound, bound)).sum()
     moving = (weight * slope * current).sum()
-    # Return the value of the first with the gradient of the second.
+    # This expression has the value of the first term and the gradient of the second.
     return value + moving - moving.detach()
 
 
 def _estimate(above: Tensor, options: Any) -> Tensor:
-    """Return the estimated divergence of each token, from the logarithm of its probability relative to the
-    reference."""
+    """Return the KL estimate of each token from ``above``, its log-ratio to the reference policy."""
     if "k1" in options:
         return above
     return above**2 / 2 if "k2" in options else torch.exp(-above) + above - 1
 
 
 def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
-    """Return the number of tokens of a sequence that exceed a clamp of the divergence."""
+    """Return the number of tokens in a sequence that exceed a KL clamp."""
     most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     above = current.detach() - reference
     past = (above.abs() > most) | (_estimate(torch.clip(above, -most, most), case.loss_options).abs() > bound)
@@ -536,9 +572,11 @@ def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
 def _rounded_in_divergence(
     call: _Call, logprobs: Tensor, entropies: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the size of the terms of exp(d) - d - 1, each weighted as in the loss. Near d = 0 they cancel to
-    d^2 / 2. In k1 and k2 only d itself is a difference, and an error of d is an error of the
-    log-probabilities."""
+    """Return the size of the terms of k3, exp(d) - d - 1, weighted as in the loss.
+
+    Near d = 0 these terms cancel to d^2 / 2. k1 and k2 need no such size: an error of d is an error of the
+    log-probabilities, which already count.
+    """
     case, options = call.case, call.case.loss_options
     most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     if "kl" not in options or {"k1", "k2"} & options:
@@ -552,14 +590,14 @@ def _rounded_in_divergence(
         generation = call.at("generation_logprobs", row, places)
         difference = torch.clip(reference - current, -most, most)
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
-        # Past the clamp a term is a constant, in which nothing cancels.
+        # A clamped term is constant, so nothing cancels in it.
         terms = weight * (torch.exp(difference) + difference.abs() + 1)
         size += _share(len(places), call) * float(terms[difference.exp() - difference - 1 <= bound].sum())
     return {"kl_penalty": size, "loss": loss_weight(case) * _number(case, "kl") * size}
 
 
 def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:
-    """Return metrics of the distance between the generation's log-probabilities and the current ones."""
+    """Return metrics of the difference between the sampling log-probabilities and the current ones."""
     joined = torch.cat(apart) if apart else torch.zeros(0)
     return {
         MISMATCH_MEAN: float(joined.sum()) / tokens,
@@ -575,7 +613,7 @@ def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:
     return {f"{name}_min": float(joined.min()), f"{name}_max": float(joined.max())}
 
 
-# Each kind has its loss, and a function that returns the sizes of the numbers that cancel in its metrics.
+# Kind -> (loss, function that returns the sizes of terms that cancel in its metrics).
 _LOSSES: Mapping[str, tuple[Callable[..., Loss], Callable[..., dict[str, float]] | None]] = {
     "nll": (_negative_log_likelihood, None),
     "rm": (_bradley_terry, _rounded_in_margins),

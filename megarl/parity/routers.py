@@ -1,13 +1,12 @@
-"""Routers of a transformers mixture of experts over a global batch, and their balancing losses, computed from
-the definitions.
+"""Balancing losses and expert loads of a mixture-of-experts model in transformers, computed for a global
+batch from the definitions.
 
-There are T real tokens and E experts, k of them per token. p is the softmax over a router's logits, or their
-sigmoids divided by the sum of the sigmoids if the router uses sigmoids (DeepSeek-V3, arXiv:2412.19437,
-equation 18). c[i] is the number of tokens of expert i. The load-balancing loss is ``E * sum_i (c[i] / (T k))
-* mean_t p[t, i]`` (Fedus et al., arXiv:2101.03961, equations 4 to 6), or the same for each sequence, averaged
+A batch has T real tokens, E experts and k experts per token. p is the softmax of a router's logits; for
+sigmoid routers, the sigmoids divided by their sum (DeepSeek-V3, arXiv:2412.19437, equation 18). c[i] is the
+number of tokens routed to expert i. The load-balancing loss is ``E * sum_i (c[i] / (T k)) * mean_t p[t, i]``
+(Fedus et al., arXiv:2101.03961, equations 4 to 6), either over the batch or as the mean over sequences
 (DeepSeek-V2, arXiv:2405.04434, section 2.2.3). The z-loss is ``mean_t logsumexp(logits[t])**2`` (Zoph et al.,
-arXiv:2202.08906, equation 5). The losses of each layer are added to the loss. Padding and masked samples do
-not count.
+arXiv:2202.08906, equation 5). These losses are summed over layers. Padding and masked samples do not count.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ Z_COEFFICIENT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """Settings of the losses that balance routers.
+    """Settings of the balancing losses.
 
     Attributes:
-        kind: ``none``, ``aux`` over the global batch, or ``seq`` over each sequence.
-        z: whether the z-loss is added too.
-        frozen: whether the routers are frozen.
-        weight: factor of both losses.
+        kind: load-balancing loss: ``none``, ``aux`` over the global batch, or ``seq`` over each sequence.
+        z: True to add the z-loss.
+        frozen: True to exclude router weights from training.
+        weight: factor on both losses.
     """
 
     kind: str = "none"
@@ -43,12 +42,12 @@ class Balancing:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Choices and losses of the routers in one forward pass.
+    """Balancing losses and metrics of one forward pass.
 
     Attributes:
-        loss: the sum of the routers' losses; None in a dense model.
-        by_expert: the terms of the load-balancing loss, [E], differentiable. Their gradients may cancel, as
-            they do if all experts get the same number of tokens. None if that loss is not added.
+        loss: sum of the balancing losses of all routers; None in a dense model.
+        by_expert: [E] terms of the load-balancing loss by expert, differentiable; None if that loss is off.
+            Their gradients cancel if all experts get the same number of tokens.
         metrics: metrics by name.
     """
 
@@ -58,20 +57,21 @@ class Judged:
 
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the routers of a transformers model; an empty list for a dense one."""
+    """Return the router modules of a transformers model; empty for a dense model."""
     return [module for name, module in model.named_modules() if name.endswith(_GATES)]
 
 
 class Routers:
-    """Records the outputs of a model's routers.
+    """Hooks that record the outputs of all routers of a model.
 
     Args:
-        model: a transformers model; a dense one has no routers.
-        balancing: settings of the losses.
+        model: a transformers model; a dense model has no routers.
+        balancing: settings of the balancing losses.
     """
 
     def __init__(self, model: torch.nn.Module, balancing: Balancing) -> None:
         self._balancing = balancing
+        # For each router: logits, chosen experts, and True for sigmoid scores.
         self._heard: list[tuple[Tensor, Tensor, bool]] = []
         for gate in gates_of(model):
             gate.register_forward_hook(self._listen)
@@ -79,15 +79,15 @@ class Routers:
                 gate.requires_grad_(False)
 
     def _listen(self, gate: torch.nn.Module, given: Any, answer: tuple[Tensor, Tensor, Tensor]) -> None:
-        # In transformers, routers that use sigmoids are those with a correction bias.
+        # In transformers, exactly the sigmoid routers have a correction bias.
         self._heard.append((answer[0], answer[2], hasattr(gate, "e_score_correction_bias")))
 
     def forget(self) -> None:
-        """Clear the recorded outputs."""
+        """Clear the recorded outputs. Call this before each forward pass."""
         self._heard.clear()
 
     def judged(self, data: Mapping[str, Any]) -> Judged:
-        """Return the choices and losses of the one forward pass over ``data`` since ``forget``."""
+        """Return the losses and metrics of the single forward pass over ``data`` since ``forget``."""
         if not self._heard:
             return Judged()
         rows, width = data["input_ids"].shape
@@ -97,6 +97,7 @@ class Routers:
         balance, loads, z_losses = [], [], []
         for logits, chosen, takes_sigmoids in self._heard:
             by_row = logits.float().view(rows, width, -1)
+            # [rows, width, E]: 1 for the experts that a token is routed to.
             went_to = (
                 torch.nn.functional.one_hot(chosen, by_row.shape[-1]).sum(1).view_as(by_row) * real[..., None]
             )
@@ -130,16 +131,20 @@ class Routers:
 
 
 def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
-    """Return the load-balancing loss by expert, [E], from probabilities and assignments of tokens, both [t,
-    E] and zero for tokens that do not count."""
+    """Return the [E] terms of the load-balancing loss by expert.
+
+    Args:
+        probabilities: [t, E] routing probabilities; 0 for tokens that do not count.
+        went_to: [t, E] 1 for the experts that a token is routed to; 0 for tokens that do not count.
+    """
     assignments = went_to.sum().clamp(min=1)
-    # A token that does not count was assigned to no expert.
+    # A token that does not count is assigned to no expert.
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments
     return went_to.shape[1] * share * probabilities.sum(0) / tokens
 
 
 def _relative_load(went_to: Tensor) -> Tensor:
-    """Return the load of each expert relative to the mean load, [E]; zeros if no token counts."""
+    """Return the [E] number of tokens of each expert, relative to the mean; zeros if no token counts."""
     load = went_to.flatten(0, -2).sum(0).double()
     return load / load.mean().clamp(min=1e-9)

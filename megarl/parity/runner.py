@@ -1,5 +1,4 @@
-"""Runner of one case: the reference in this process, the workers in the pool, and the comparison of
-the two."""
+"""Runs one case: the reference in this process, the workers in the pool, then the comparison."""
 
 from __future__ import annotations
 
@@ -26,15 +25,14 @@ from megarl.parity.settings import adapter_directory
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """The outcome of a case.
+    """Outcome of a case.
 
     Attributes:
         case: the case.
-        differences: every quantity that was compared.
-        error: the error that ended a worker, or the reason why the results cannot be compared; empty for
-            neither.
-        timed_out: whether the workers did not reply in time, which shows nothing about their results.
-        seconds: time that the case took.
+        differences: all compared quantities.
+        error: error of a worker, or the reason why the results cannot be compared; empty if there was none.
+        timed_out: True if the workers did not reply in time; their results are then unknown.
+        seconds: duration of the case.
     """
 
     case: Case
@@ -45,7 +43,7 @@ class CaseOutcome:
 
     @property
     def mismatches(self) -> list[Difference]:
-        """Quantities that are out of bounds, worst first."""
+        """Quantities out of bounds, worst first."""
         return sorted(
             (found for found in self.differences if not found.passes),
             key=lambda found: -found.error / found.bound,
@@ -53,11 +51,11 @@ class CaseOutcome:
 
     @property
     def passes(self) -> bool:
-        """True if all quantities are within bounds."""
+        """True if no error occurred and all quantities are within bounds."""
         return not self.error and not self.mismatches
 
     def summary(self, lines: int = 3) -> list[str]:
-        """Return what failed, worst first, in ``lines`` lines and one that counts the others."""
+        """Return the error, or the ``lines`` worst mismatches and a line that counts the others."""
         if self.error:
             return [f"error: {self.error.strip().splitlines()[-1]}"]
         wrong = self.mismatches
@@ -66,7 +64,7 @@ class CaseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Inputs of the workers, and the figures that they must return."""
+    """Inputs of the workers and the results that they must return."""
 
     model: Path
     config: PolicyConfig
@@ -78,45 +76,48 @@ class _Prepared:
 
 
 class CaseRunner:
-    """Runs cases one after the other.
+    """Runs cases one after another.
 
     Args:
-        shelf: creates their models.
-        pool: runs their workers.
+        shelf: creates the models.
+        pool: runs the workers.
     """
 
     def __init__(self, shelf: ModelShelf, pool: WorkerPool) -> None:
         self._shelf = shelf
         self._pool = pool
+        # One entry is enough: all faults of a case run one after another.
         self._prepared: tuple[Case, _Prepared] | None = None
 
     def possible(self, case: Case) -> bool:
-        """Return whether the case can run."""
+        """Return True if the case can run."""
         return refusal(case, self._shelf) is None
 
     def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
-        """Run a case, with a fault planted in its workers if one is given.
+        """Run a case; plant ``fault`` in its workers if one is given.
 
         Raises:
-            ConfigError: the rules refuse the case.
+            ConfigError: the case cannot run.
         """
         started = time.monotonic()
         ready = self._prepare(case)
         try:
             shares = self._pool.run(case.world, jobs.measure, case, ready.config, ready.batch, fault)
         except (JobError, TimeoutError) as error:
+            # A timeout may come from a slow machine and does not show a wrong result.
             late = isinstance(error, TimeoutError)
             return CaseOutcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
         try:
             outcome = self._judged(case, ready, shares)
         except (
             Exception
-        ):  # A fault can return data of another form, which fails this case but must not end the others.
+        ):  # A fault can return data of the wrong shape. That fails this case but must not end the others.
             return CaseOutcome(case, error=traceback.format_exc(), seconds=time.monotonic() - started)
-        # A planted fault that the fixed bounds of float32 catch is caught, because its case has passed before
-        # without the fault.
+        # A case has passed without the fault before the fault is planted. So a fault that exceeds the fixed
+        # float32 bound is detected, and measured bounds need not confirm it.
         measures = case.has_measured_bounds or fault is None
         if not outcome.passes and measures and not ready.confirms:
+            # Keep the better bounds for the faults of this case.
             ready = self._keep(case, self._with_more_members(case, ready))
             outcome = self._judged(case, ready, shares)
         return replace(outcome, seconds=time.monotonic() - started)
@@ -130,11 +131,11 @@ class CaseRunner:
 
     @staticmethod
     def _with_more_members(case: Case, ready: _Prepared) -> _Prepared:
-        """Return the same case with bounds from many more runs of the reference.
+        """Return the prepared case with bounds from many more noisy runs of the reference.
 
-        A token whose probability ratio is about to be clipped has a gradient that jumps. It jumps in only a
-        few of many runs, so the first eight may all miss it. And where gradients of tokens cancel, plain
-        transformers in float32 may be farther from float64 than the fixed bound.
+        The gradient of a token jumps when its probability ratio reaches a clip bound. Only a few of many
+        noisy runs show the jump, so the first eight may all miss it. Also, where gradients of tokens cancel,
+        float32 transformers may differ from float64 by more than the fixed bound.
         """
         bounds = bounds_of(
             case, ready.model, ready.batch, ready.logprobs, ready.expected, members=MEMBERS_TO_CONFIRM
@@ -142,8 +143,10 @@ class CaseRunner:
         return replace(ready, bounds=bounds, confirms=True)
 
     def _prepare(self, case: Case) -> _Prepared:
-        """Return the reference's side of a case. The last result is cached, because a fault is planted in a
-        case that has just run without it."""
+        """Return the reference results and worker inputs of a case.
+
+        The last result is cached, because a fault is planted in a case right after the case ran without it.
+        """
         if self._prepared is None or self._prepared[0] != case:
             model = self._shelf.complete(case)
             config = accepted_config(case, model)
@@ -152,7 +155,7 @@ class CaseRunner:
             logprobs = token_logprobs(reference, tokens, case.sampling)
             batch = with_signals(case, tokens, logprobs)
             expected = trained(case, reference, batch)
-            # With adapters, the reference policy is the model without them.
+            # With adapters, the reference policy is the base model.
             if case.lora:
                 expected.base_logprobs = token_logprobs(load_model(model), tokens, case.sampling)
             bounds = (

@@ -1,9 +1,9 @@
-"""The policy configuration of a case, as a user would write it, and its optimizer in the terms of torch.
+"""Policy configuration of a case as a user would write it, and its optimizer settings in torch's terms.
 
-It also defines tensor-parallel plans that a user might write for ``dtensor_cfg.custom_parallel_plan``:
-``written`` is the built-in plan, returned by a user's function without arguments; ``names`` is a dictionary
-with torch's plain column and row styles by name, without sequence parallelism; ``mlp`` divides only the MLPs,
-so that every rank has the whole attention.
+This module also contains tensor-parallel plans that ``dtensor_cfg.custom_parallel_plan`` can name. The case
+option ``plan=written`` uses a function that returns the built-in plan, ``names`` a dictionary with torch's
+column-wise and row-wise styles by name (without sequence parallelism), and ``mlp`` a dictionary that shards
+only the MLPs, so that every rank has the complete attention.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ sequence_head_norms = functools.partial(decoder_plan, sequence_parallel=True)
 
 
 def plan_path(case: Case) -> str | None:
-    """Return the import path of a case's plan; None for the built-in one."""
+    """Return the import path of the case's tensor-parallel plan; None for the built-in plan."""
     if case.plan == "built-in":
         return None
     head_norms = case.family in HEAD_NORMS
@@ -54,12 +54,12 @@ def plan_path(case: Case) -> str | None:
 
 
 def whole() -> dict[str, Any]:
-    """Return the built-in plan without head norms, for a family that does not normalise heads."""
+    """Return the built-in plan without head norms, for families that do not have them."""
     return _without_head_norms(whole_head_norms())
 
 
 def sequence() -> dict[str, Any]:
-    """Return the built-in plan with sequence parallelism and without head norms."""
+    """Return the built-in plan with sequence parallelism, for families without head norms."""
     return _without_head_norms(sequence_head_norms())
 
 
@@ -68,30 +68,32 @@ def _without_head_norms(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ADAPTER_SCALE = 1.5
-"""Factor on the product of an adapter's matrices."""
+"""Factor on the LoRA product B A (``alpha / dim``)."""
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9
 FIRST_RATE, LAST_RATE = 0.25, 0.1
-"""First learning rate of a warm-up and last one of a decay, relative to the largest one."""
+"""Learning rate at the start of warm-up and at the end of decay, relative to the peak."""
 FIRST_DECAY = 0.02
-"""Initial weight decay if it grows."""
+"""Initial weight decay of a schedule that increases it."""
 DECAY_CALLS = 3
-"""Calls of ``train()`` after which the learning rate and the weight decay have their final values."""
+"""Number of ``train()`` calls after which learning rate and weight decay have reached their final values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Hyperparameters of a case's optimizer, in the terms of torch.
+    """Optimizer hyperparameters of a case, in torch's terms.
 
     Attributes:
         kind: ``adam`` (decoupled weight decay) or ``sgd``.
-        clip: largest gradient norm, or None.
-        warmup: calls of ``train()`` until the learning rate reaches its peak; it starts at a quarter.
-        peak: the largest learning rate.
-        schedule: how the learning rate falls after that, to a tenth.
-        decay: how the weight decay grows.
-        balancing: balancing losses of routers.
+        clip: largest gradient norm; None for no clipping.
+        warmup: number of ``train()`` calls in which the learning rate rises linearly from a quarter of its
+            peak.
+        peak: largest learning rate.
+        schedule: decay of the learning rate to a tenth of its peak: ``constant`` (no decay), ``linear``,
+            ``cosine`` or ``inverse-square-root``.
+        decay: increase of the weight decay: ``constant`` (none), ``linear`` or ``cosine``.
+        balancing: settings of the router balancing losses.
         epsilon: Adam's epsilon.
     """
 
@@ -105,7 +107,7 @@ class Hyperparameters:
     epsilon: float = MILD_EPSILON
 
     def rate(self, call: int) -> float:
-        """Return the learning rate in the ``call``-th call of ``train()``, counted from 0."""
+        """Return the learning rate in ``train()`` call number ``call``, counted from 0."""
         if call < self.warmup:
             return self.peak * (FIRST_RATE + (1 - FIRST_RATE) * call / self.warmup)
         if self.schedule == "inverse-square-root":
@@ -118,7 +120,7 @@ class Hyperparameters:
         return self.peak * (LAST_RATE + (1 - LAST_RATE) * left)
 
     def weight_decay(self, call: int) -> float:
-        """Return the weight decay in the ``call``-th call of ``train()``, counted from 0."""
+        """Return the weight decay in ``train()`` call number ``call``, counted from 0."""
         progress = min(1.0, call / DECAY_CALLS)
         grown = {"constant": 1.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[
             self.decay
@@ -127,7 +129,7 @@ class Hyperparameters:
 
 
 def hyperparameters(case: Case) -> Hyperparameters:
-    """Return the optimizer of a case."""
+    """Return the optimizer hyperparameters of a case."""
     balancing = Balancing(case.balance, case.zloss, case.freeze, loss_weight(case))
     clip, warmup = case.clip or None, _warmup_calls(case)
     return Hyperparameters(
@@ -136,30 +138,32 @@ def hyperparameters(case: Case) -> Hyperparameters:
 
 
 def _warmup_calls(case: Case) -> int:
-    """Return the number of warm-up calls, if the case has a warm-up: two, or one if a decay follows, which
-    also needs to fit into the few calls."""
+    """Return the number of warm-up calls: 0 without warm-up, otherwise 2, or 1 if a decay follows that must
+    fit into the few calls."""
     return 0 if not case.warmup else 2 if case.schedule == "constant" else 1
 
 
 STACKS = ("gate_up_proj", "down_proj")
-"""The parameters in which transformers stacks the matrices of all experts of a layer, in their order."""
+"""Parameters in which transformers stacks the matrices of all experts of a layer, in transformers' order."""
 
 
 OUTER = ("embed_tokens", "lm_head")
-"""Suffixes of the names of embedding and output layer."""
+"""Name suffixes of the embedding and the output layer."""
 NOT_ADAPTED = ["*.experts.*", "*.linear_attn.*"]
 
 
 def adapter_directory(case: Case, model: Path) -> Path | None:
-    """Return the directory of a case's adapter in PEFT's format; None for a case without one. It has random
-    factors for all linear layers and, if the case asks for them, for stacks of experts and for embedding and
-    output layer."""
+    """Return the directory of the case's LoRA adapter in PEFT format; None for a case without an adapter.
+
+    The adapter covers all linear layers and, if the case requests it, stacked expert weights, the embedding
+    and the output layer.
+    """
     parts = f"{'-stacks' * case.stacks}{'-outer' * case.outer}"
     return model / f"adapter-{case.lora}{parts}" if case.lora else None
 
 
 def policy_config(case: Case, model: Path) -> Config:
-    """Return the policy configuration of a case as a user would write it, without most keys that are at their
+    """Return the policy configuration of a case as a user would write it, without most keys whose values are
     defaults."""
     config: Config = {
         "model_name": str(model),
@@ -187,7 +191,8 @@ def policy_config(case: Case, model: Path) -> Config:
         if case.stacks:
             config["peft"]["target_parameters"] = [f"experts.{name}" for name in STACKS]
         if case.outer:
-            # Name the outer layers, and add everything that an empty list would select.
+            # An empty ``target_modules`` list would select all linear layers but not the outer ones, so the
+            # list names both.
             config["peft"] |= {"target_modules": ["*_proj*", *OUTER], "exclude_modules": NOT_ADAPTED}
     if case.temperature != 1.0 or case.filters:
         sampling = case.sampling
@@ -217,7 +222,7 @@ def _megatron(case: Case) -> Config:
         "context_parallel_size": case.cp,
         **_exchange(case),
         "pipeline_model_parallel_layout": case.layout or None,
-        # null selects GPTModel if Megatron-Core has one.
+        # null selects GPTModel if the installed Megatron-Core has it.
         "model_class": "hybrid" if case.model_class == "hybrid" else None,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
@@ -272,7 +277,8 @@ def _megatron_scheduler(case: Case) -> Config:
 
 
 def _exchange(case: Case) -> Config:
-    """Return the key for how context-parallel ranks exchange keys and values; empty for the default."""
+    """Return the config key for the communication of keys and values between context-parallel ranks; empty
+    for the default."""
     return {} if case.comm == "all_gather" else {"context_parallel_comm_type": case.comm}
 
 
@@ -304,12 +310,12 @@ def _torch_optimizer(case: Case) -> Config:
         optimizer = {"name": "torch.optim.AdamW", "kwargs": {**common, "betas": list(BETAS), "eps": case.eps}}
     else:
         optimizer = {"name": "torch.optim.SGD", "kwargs": {**common, "momentum": MOMENTUM}}
-    # Megatron-Core does not decay vectors either.
+    # Megatron-Core does not decay vectors either, and the reference is the same for all backends.
     return {"optimizer": {**optimizer, "weight_decay_on_vectors": False}, **_torch_schedule(case)}
 
 
 def _torch_schedule(case: Case) -> Config:
-    """Return one schedule, or a list of two with the call at which the second one starts."""
+    """Return the scheduler config: one schedule, or two and the call at which the second starts."""
     kinds, warmup = "torch.optim.lr_scheduler", _warmup_calls(case)
     left = DECAY_CALLS - warmup
     growing = {

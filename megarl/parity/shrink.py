@@ -1,5 +1,5 @@
-"""Shrinking of a failing case: features are removed first, then sizes are halved, one change at a time and
-always in the same order."""
+"""Reduction of a failing case to a smaller one: remove features first, then reduce sizes, one change at a
+time in a fixed order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megarl.parity.options import joined
 
 MOST_TRIALS = 300
 SMALL = 8
+# A case with another backend or seed is a different case, not a simpler one.
 _KEPT = ("backend", "seed")
-# Remove what costs most first: ranks, then whole features, then sizes.
+# Most expensive first: ranks, then whole features, then sizes.
 _ORDER = [
     *("tp", "sp", "plan", "pp", "vpp", "layout", "first", "last", "cp", "comm", "ep", "etp", "dp"),
     *(
@@ -43,7 +44,7 @@ _ORDER = [
 ]
 assert sorted([*_ORDER, *_KEPT]) == sorted(DEFAULTS), "every field has its place in the order"
 
-# Change fields together if they are valid only together.
+# Fields that are only valid together change together.
 _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
     "tp": lambda case: {"tp": 1, "sp": False, "etp": 1, "plan": "built-in"},
     "pp": lambda case: {"pp": 1, "vpp": 1, "first": 0, "last": 0, "layout": ""},
@@ -64,7 +65,7 @@ _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yield cases that are one change simpler than the case."""
+    """Yield all cases that are one change simpler."""
     for name in _ORDER:
         yield from _simpler_in(case, name)
 
@@ -73,6 +74,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
     """Yield cases that are simpler in one field, and in the fields that depend on it."""
     value, default = getattr(case, name), DEFAULTS[name]
     if case.family in SPARSE and name in ("experts", "topk", "expert"):
+        # A mixture-of-experts model with fewer than two experts is not valid.
         default = min(value, 2)
     if value == default:
         return
@@ -95,7 +97,8 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
 
 
 def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
-    """Return the change of advantages that a new loss needs; empty if the loss can use the present ones."""
+    """Return the change to the advantages that a new loss requires; empty if the loss can use the current
+    ones."""
     kept = loss.startswith("pg") or (loss.startswith("value") and case.advantages_kind in ("given", "gae"))
     return {} if kept else {"advantages": DEFAULTS["advantages"]}
 
@@ -106,8 +109,8 @@ def _changed(case: Case, name: str, value: Any) -> Case:
 
 
 def _smaller(value: int, default: int) -> Iterator[int]:
-    """Yield the default, half of the number, three quarters of it and, for small numbers, one less; values
-    below the default are left out."""
+    """Yield candidates below a number, none below the default: the default itself, one half, three quarters
+    and, for small numbers, one less."""
     tried = {value}
     for smaller in (default, value // 2, 3 * value // 4, value - 1 if value <= SMALL else value):
         if smaller not in tried and smaller >= default:
@@ -122,7 +125,7 @@ def _simpler_losses(case: Case) -> Iterator[str]:
 
 
 def _without_one_word(text: str) -> Iterator[str]:
-    """Yield a loss or an estimator with one option fewer, or without one option's numbers."""
+    """Yield a loss or estimator without one of its options, then without the numbers of one option."""
     kind, *options = text.split("+")
     for option in options:
         yield joined(kind, (other for other in options if other != option))
@@ -132,23 +135,27 @@ def _without_one_word(text: str) -> Iterator[str]:
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[Case], bool]) -> Case:
-    """Return the smallest failing case that single changes lead to. Fields are tried one by one, and again
-    from the start until no change helps.
+    """Return a smaller case that still fails and that no single change makes simpler.
+
+    Fields are tried in a fixed order, and again from the start until nothing changes or ``MOST_TRIALS`` cases
+    have been tried.
 
     Args:
         case: a failing case.
-        still_fails: runs a case and returns whether it fails.
-        possible: returns whether a case can run; other cases are skipped.
+        still_fails: runs a case and returns True if it fails.
+        possible: returns True if a case can run; other cases are skipped.
     """
     tried: set[Case] = {case}
 
     def fails(candidate: Case) -> bool:
+        # Different changes may lead to the same case, and each trial takes seconds.
         if candidate in tried or len(tried) > MOST_TRIALS or not possible(candidate):
             return False
         tried.add(candidate)
         return still_fails(candidate)
 
     before = None
+    # A change that did not keep the failure may do so after another one.
     while before != case:
         before = case
         for name in _ORDER:

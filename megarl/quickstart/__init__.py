@@ -1,2 +1,1 @@
-"""The quickstart's task: arithmetic problems, a small tokenizer, a tiny Qwen2 and a check by plain
-transformers."""
+"""The quickstart: teach a tiny model arithmetic by reinforcement learning, on a CPU within minutes."""

@@ -1,12 +1,11 @@
 """Train a tiny language model by reinforcement learning on real Megatron-Core, without a GPU.
 
-``--task calculator`` teaches a model to call a tool. ``--backend dtensor`` and ``--backend fsdp1`` run the
-same job on the torch backends. ``--generation vllm`` and ``--generation vllm-apart`` let vLLM generate, on
-the policy's devices or on its own. ``--adapter lora`` trains low-rank adapters instead of all weights.
-``--family qwen3_5`` uses a hybrid of a gated delta net and attention.
+Creates problems and a tiny model, runs the two recipes in ``configs/quickstart`` (SFT, then GRPO) as ``megarl
+train`` would, plots the reward, and evaluates the exported model with plain transformers.
 
-The quickstart creates problems and a tiny model, runs the two configurations under ``configs/quickstart`` as
-``megarl train`` would, plots the reward curve, and lets plain transformers evaluate the exported model.
+Options select variants: a task with a tool (``--task calculator``), a torch backend (``--backend dtensor`` or
+``fsdp1``), vLLM on the policy's devices or on its own (``--generation vllm`` or ``vllm-apart``), LoRA
+(``--adapter lora``), and a hybrid of gated delta net and attention (``--family qwen3_5``).
 """
 
 from __future__ import annotations
@@ -46,24 +45,29 @@ GENERATION: dict[str, list[str]] = {
 }
 ADAPTERS: dict[str, list[str]] = {"none": [], "lora": ["lora.yaml"]}
 FAMILIES = ("qwen2", "qwen3", "qwen3_5")
-"""Families of the tiny model: keys of ``megarl.quickstart.material.FAMILIES``."""
+"""Families of the tiny model; keys of ``megarl.quickstart.material.FAMILIES``."""
 TASKS = {"arithmetic": "", "calculator": "calculator-"}
-"""Tasks, each with the prefix of its two recipes' names."""
+"""Task -> prefix of the file names of its two recipes."""
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
 CARELESS_SHARE, GUESS_SHARE = 0.6, 0.7
-# All seeds of a run share this one, so that the same problems measure them.
+# Every seed is evaluated on the same problems, so that their accuracies are comparable.
 VALIDATION_SEED = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Results of one quickstart run. Accuracies are greedy, over the same 256 validation problems.
+    """Results of one quickstart run. Accuracies use greedy decoding on the same 256 validation problems.
 
     Attributes:
-        accuracy_transformers: accuracy of the exported model by plain transformers.
+        seed: seed of problems, model and training.
+        accuracy_before: accuracy before GRPO, as logged by the run.
+        accuracy_after: accuracy after GRPO, as logged by the run.
+        accuracy_transformers: accuracy of the exported model, evaluated with plain transformers.
+        seconds: duration of the run.
+        model: directory of the exported model.
+        plot: file of the reward plot.
         tool_calls: calls per conversation of the exported model; None for a task without tools.
-        accuracy_without_tool: accuracy of the model before GRPO if no tool is offered; None for a task
-            without tools.
+        accuracy_without_tool: accuracy before GRPO if no tool is offered; None for a task without tools.
     """
 
     seed: int
@@ -78,8 +82,7 @@ class Summary:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the quickstart for each seed. Return 0 if all runs finished, otherwise the exit code of the
-    error."""
+    """Run the quickstart for each seed. Return 0, or the exit code of the first error."""
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1], help="one complete run for each seed (default: 1)"
@@ -128,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     if chosen.backend == "fsdp1" and chosen.adapter != "none":
-        # A rule refuses this too, but names keys that nobody has written.
+        # The configuration's own rule would name keys that the user has not written.
         parser.error(f"--adapter {chosen.adapter}: FSDP1 has no adapters; use --backend megatron or dtensor")
     if chosen.family == "qwen3_5" and (refused := _refused_with_gated_delta_nets(chosen)):
         parser.error(
@@ -147,8 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refused_with_gated_delta_nets(chosen: argparse.Namespace) -> str | None:
-    """Return the flag that a rule of the configuration refuses, or None. The rule itself would name keys that
-    nobody has written."""
+    """Return the option that is not supported with gated delta nets, or None. The configuration's own rule
+    would name keys that the user has not written."""
     if chosen.backend != "megatron":
         return f"--backend {chosen.backend}"
     if chosen.adapter != "none":
@@ -157,17 +160,19 @@ def _refused_with_gated_delta_nets(chosen: argparse.Namespace) -> str | None:
 
 
 def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    """Run every seed on one Ray cluster, which both parts of each seed share, and return the exit code."""
+    """Run all seeds on one Ray cluster, and return the exit code."""
     from megarl.run.start import start_ray
 
     try:
         start_ray(stack)
+        # All seeds share one Ray cluster, because its start takes seconds.
         summaries = [
             run_once(seed, _directory(chosen, seed), _changes(chosen), console) for seed in chosen.seeds
         ]
     except MegarlError as error:
         console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)
         return error.exit_code
+    # An overridden reward may measure something else than exact matches.
     _report(summaries, console, shaped=any("env.reward" in change for change in chosen.overrides))
     if len(summaries) > 1:
         from megarl.observe.plots import compare_runs
@@ -179,18 +184,19 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
 
 def _directory(chosen: argparse.Namespace, seed: int) -> Path:
-    """Return the directory of this run: that of an unfinished run, which is continued, or else a new one.
-    Finished runs are left alone."""
+    """Return the directory for a seed: of an unfinished run, which is resumed, or else a new one."""
     generation = (
         chosen.generation.replace("apart", "asynchronous") if chosen.asynchronous else chosen.generation
     )
     parts = [chosen.task, chosen.family, chosen.backend, generation, chosen.adapter, f"seed-{seed}"]
+    # Leave out default values, so that the usual run has a short name.
     name, number = (
         "-".join(part for part in parts if part not in {"arithmetic", "qwen2", "megatron", "policy", "none"}),
         1,
     )
     while True:
         directory = chosen.out / (name if number == 1 else f"{name}.{number}")
+        # A directory without a summary is new or belongs to an unfinished run, which is then resumed.
         if not (directory / SUMMARY).exists():
             return directory
         number += 1
@@ -198,9 +204,14 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Differences of a run from the two recipes: names of ``TASKS``, ``FAMILIES``, ``BACKENDS``,
-    ``GENERATION`` and ``ADAPTERS``, whether responses are sampled during training, and overrides of each
-    part."""
+    """Differences of a run from the two recipes.
+
+    Attributes:
+        task, family, backend, generation, adapter: keys of ``TASKS``, ``FAMILIES``, ``BACKENDS``,
+            ``GENERATION`` and ``ADAPTERS``.
+        asynchronous: sample responses while the policy trains.
+        sft, grpo: overrides of each recipe.
+    """
 
     task: str
     family: str
@@ -223,13 +234,13 @@ def _changes(chosen: argparse.Namespace) -> _Changes:
 
 
 def run_once(seed: int, directory: Path, changes: _Changes, console: Console) -> Summary:
-    """Create problems and model, run SFT and GRPO, plot, check the export, and return the summary; all files
-    are in ``directory``."""
+    """Run one seed in ``directory``: create problems and model, train with SFT and GRPO, plot, and evaluate
+    the exported model."""
     from transformers.utils import logging as hugging_face_logging
 
     from megarl.observe.plots import plot_run
 
-    hugging_face_logging.disable_progress_bar()  # Progress bars for a tiny model's files are useless.
+    hugging_face_logging.disable_progress_bar()  # A tiny model's files need no progress bars.
     started = time.monotonic()
     data, model = directory / "data", directory / "model"
     demonstrations, train, validation = (
@@ -237,7 +248,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         data / "train.jsonl",
         data / "validation.jsonl",
     )
-    # This file is made last: if it exists, all the others exist.
+    # This file is written last, so if it exists, all others do.
     if not validation.exists():
         console.rule(f"seed {seed}: making problems and a tiny {changes.family} model in {directory}")
         data.mkdir(parents=True, exist_ok=True)
@@ -257,7 +268,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         overrides = [*common, f"run_dir={grpo}", f"policy.model_name={start}", *sources, *changes.grpo]
         return load_config(recipes[1], overrides, [*layers, *(CONFIGS / layer for layer in further)])
 
-    # Refuse a wrong override of the second part now, and not once the first part has run.
+    # Report an invalid override of the second part now, not after the first part has run.
     validate_config(second_part(model))
     overrides = [
         *common,
@@ -285,17 +296,17 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         model=str(exported),
         plot=str(plots[0]),
     )
-    # Write this file last, because a run that has it counts as finished.
+    # Written last, because a run with this file counts as finished.
     write_json_atomic(directory / SUMMARY, asdict(summary))
     return summary
 
 
 def _make_arithmetic(data: Path, model: Path, seed: int, family: str) -> None:
-    """Write the files of arithmetic problems, and a model."""
+    """Write the data files of the arithmetic task, and a model."""
     from megarl.quickstart.material import make_model, write_pairs, write_problems
 
     make_model(model, seed, family)
-    # The demonstrations have another seed, so that GRPO's problems differ from theirs.
+    # Another seed, so that GRPO trains on other problems than SFT.
     write_problems(data / "demonstrations.jsonl", TRAIN_PROBLEMS, seed + 5000, mistake_share=CARELESS_SHARE)
     write_problems(data / "train.jsonl", TRAIN_PROBLEMS, seed)
     write_pairs(data / "pairs.jsonl", TRAIN_PROBLEMS, seed)
@@ -304,7 +315,7 @@ def _make_arithmetic(data: Path, model: Path, seed: int, family: str) -> None:
 
 
 def _make_calculator(data: Path, model: Path, seed: int, family: str) -> None:
-    """Write the files of products, and a model whose chat template has tool calls."""
+    """Write the data files of the calculator task, and a model whose chat template renders tool calls."""
     from megarl.quickstart.calculator import make_calculator_model, write_conversations, write_products
 
     make_calculator_model(model, seed, family)
@@ -314,13 +325,12 @@ def _make_calculator(data: Path, model: Path, seed: int, family: str) -> None:
 
 
 def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[str, float]:
-    """Evaluate the exported model and, for the calculator, the model before GRPO, by plain transformers.
-    Return fields of ``Summary``."""
+    """Evaluate the exported model with plain transformers and, for the calculator task, also the model before
+    GRPO. Return fields of ``Summary``."""
     from megarl.quickstart.material import evaluate_checkpoint
 
     if task == "arithmetic":
-        # Three tokens are enough: an answer has one or two digits, each of which is a token, and then the
-        # end.
+        # An answer has one or two digits, which are a token each, and an EOS token.
         return {"accuracy_transformers": evaluate_checkpoint(exported, validation, max_new_tokens=3)}
     from megarl.quickstart.calculator import evaluate_conversations
 
@@ -341,25 +351,27 @@ def _train(config: Mapping[str, Any]) -> None:
 
 
 def _export(run_dir: Path) -> Path:
-    """Return the newest Hugging Face model that a run exported."""
-    # Compare numbers: as text, step_60 would come after step_100.
+    """Return the newest exported Hugging Face model of a run."""
+    # As strings, step_60 would sort after step_100.
     return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _validation_accuracies(metrics: Path) -> list[float]:
-    """Return the validation accuracies of a run, in order of steps."""
+    """Return the validation accuracies of a run, in the order of steps."""
     rows = list(map(json.loads, metrics.read_text().splitlines()))
     return [row["validation/accuracy"] for row in rows if row.get("validation/accuracy") is not None]
 
 
 def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> None:
-    """Print a table of the runs.
+    """Print a table with one row per run.
 
     Args:
-        summaries: one row each.
-        console: console that prints.
-        shaped: whether the reward was not that of the quickstart, which plain transformers measure.
+        summaries: results of the runs.
+        console: output.
+        shaped: the reward was overridden, so the run's accuracies may differ from those of plain
+            transformers.
     """
+    # With another reward, the validation accuracy is not the share of exact matches.
     caption = "plain transformers: the share of exact matches, independent of env.reward" if shaped else None
     table = Table(title="greedy validation accuracy over the same 256 problems", caption=caption)
     for heading in ("seed", "before GRPO", "after GRPO", "gain", "plain transformers", "seconds"):
@@ -375,6 +387,7 @@ def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> 
         )
     console.print(table)
     for summary in summaries:
+        # soft_wrap keeps a long path in one piece, so that it can be copied.
         console.print(f"reward curve: {summary.plot}", soft_wrap=True, highlight=False)
         console.print(f"Hugging Face model: {summary.model}", soft_wrap=True, highlight=False)
 

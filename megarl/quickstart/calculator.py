@@ -1,8 +1,7 @@
-"""Material of the quickstart's task with a tool: products that are too hard for a tiny model, and a
-calculator that computes them.
+"""The quickstart's task with a tool: products that are too hard for a tiny model, and a calculator.
 
-The pupil of the demonstrations guesses in most problems, and calls the calculator in the others. From
-imitation a model learns how to call it; from a verifiable reward it learns that calling pays off.
+Most demonstrations guess the answer, and the others call the calculator. SFT teaches the model how to call
+it, and GRPO with a verifiable reward teaches it that calls pay off.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ TEMPLATE = """\
 {%- endfor -%}{{ eos_token }}
 {%- else %}{{ message.content }}{% endif -%}
 {%- endfor -%}"""
-"""Chat template of the conversations, with tool calls in the format of Hermes."""
+"""Chat template of the conversations; tool calls have the Hermes format."""
 
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
@@ -58,12 +57,11 @@ TOOLS: Sequence[Mapping[str, Any]] = (
 
 
 def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
-    """Yield prompt, expression, answer, and the guess of a pupil without a calculator."""
-    # The seed is a text that names its use, so that another use of the same seed gives another sequence.
+    """Yield (prompt, expression, answer, wrong guess) of random problems."""
+    # The seed names its purpose, so that other uses of the same number give other random sequences.
     draw = random.Random(f"products {seed}")
     while True:
-        # Every product has four digits, because a pupil who has copied only a few shorter ones would stumble
-        # over these.
+        # Only four-digit products: a model that has copied only a few shorter results would fail at these.
         left, right, name, item = (
             draw.randint(32, 99),
             draw.randint(32, 99),
@@ -86,15 +84,15 @@ def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
 
 
 def write_products(path: Path, count: int, seed: int, split: Split = "train") -> None:
-    """Write problems and their answers, one ``{"prompt", "answer"}`` per line."""
+    """Write problems to a JSON-lines file, as ``{"prompt", "answer"}``."""
     problems = itertools.islice(_problems(seed, split), count)
     write_lines(path, ({"prompt": prompt, "answer": answer} for prompt, _, answer, _ in problems))
 
 
 def write_conversations(path: Path, count: int, seed: int, guess_share: float) -> None:
-    """Write conversations of a pupil who guesses in a share of the problems, one ``{"messages", "tools"}``
-    per line."""
-    # Use two generators, so that the problems do not depend on the share.
+    """Write demonstrations to a JSON-lines file, as ``{"messages", "tools"}``. A fraction ``guess_share`` of
+    them guess the answer instead of calling the tool."""
+    # A second generator, so that the problems do not depend on ``guess_share``.
     problems, guesses = _problems(seed, "train"), random.Random(f"guesses {seed}")
     write_lines(path, (_conversation(*next(problems), guesses.random() < guess_share) for _ in range(count)))
 
@@ -118,12 +116,12 @@ def _conversation(prompt: str, expression: str, answer: str, guess: str, guesses
 
 
 def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> None:
-    """Save a model with weights sampled from ``seed``, and its tokenizer, which has ``TEMPLATE``."""
+    """Save a randomly initialized model, and a tokenizer with ``TEMPLATE``."""
     save_new_model(out_dir, seed, _tokenizer(), family)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    # Use one seed for all runs, so that all of them have the same tokenizer.
+    # A fixed seed gives all runs the same tokenizer.
     problems = _problems(1, "train")
     texts = list[str]()
     for _ in range(2000):
@@ -138,15 +136,15 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def evaluate_conversations(
     model_dir: Path, problems_path: Path, *, with_tool: bool = True
 ) -> tuple[float, float]:
-    """Return accuracy and calls per problem by plain transformers, in greedy conversations of two turns, as
-    an independent check.
+    """Evaluate a model with plain transformers, independently of megarl. Return the accuracy and the tool
+    calls per problem, over greedy conversations of up to two responses.
 
     Args:
         model_dir: Hugging Face model.
-        problems_path: file that ``write_products`` wrote.
-        with_tool: offer the calculator and let it reply; otherwise the first response counts.
+        problems_path: file written by ``write_products``.
+        with_tool: offer the calculator and execute its calls; otherwise the first response is the answer.
     """
-    # Pad on the left, so that all responses begin in one column.
+    # With left padding, all responses begin in the same column.
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
     rows = list(map(json.loads, problems_path.read_text(encoding="utf-8").splitlines()))
@@ -154,6 +152,7 @@ def evaluate_conversations(
 
     def answers_to(texts: Sequence[str]) -> list[str]:
         batch = tokenizer(list(texts), return_tensors="pt", padding=True)
+        # Greedy, because a sampled accuracy would differ between two evaluations of one model.
         output = model.generate(
             **batch, max_new_tokens=_LONGEST, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )

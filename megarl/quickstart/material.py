@@ -1,17 +1,13 @@
-"""Material of the quickstart: seeded arithmetic problems, a tokenizer, a tiny model with random weights, and
-its accuracy.
+"""The quickstart's arithmetic task: random problems, a tokenizer, a tiny model, and its evaluation.
 
-Every problem is about single digits or short numbers, in short English, and has an answer of one or two
-digits. So a model of a hundred thousand weights can learn the task within minutes on a CPU, and exact match
-is a fair reward. Problems are written as JSONL records of a prompt and its answer. The tokenizer has
-byte-level pieces over the words of the problems.
+The problems are in short English, and have an answer of one or two digits. So a model of about 150,000
+parameters learns the task within minutes on a CPU, and exact match is a suitable reward.
 
-Files for supervised training may contain mistakes of a careless pupil, who in a given share of the problems
-copies a number from the question instead of computing the answer. Imitation then stops at the pupil's level,
-and a verifiable reward has something left to improve.
+Demonstrations for SFT contain mistakes: in a given fraction of them, a number is copied from the question
+instead of computing the answer. So SFT stops at a moderate accuracy, which GRPO can improve.
 
-Accuracy is that of a saved model by plain transformers, an independent check of what training exported:
-``python -m megarl.quickstart.material MODEL_DIR PROBLEMS_JSONL`` prints it.
+``python -m megarl.quickstart.material MODEL_DIR PROBLEMS_JSONL`` prints the accuracy of an exported model
+with plain transformers, as a check that is independent of megarl.
 """
 
 from __future__ import annotations
@@ -46,12 +42,12 @@ Split = Literal["train", "validation"]
 
 NAMES = ("Tom", "Sara", "Ben", "Mia", "Leo", "Anna")
 ITEMS = ("apples", "books", "coins", "pens", "eggs", "cards")
-_VALIDATION_SHARE = 5  # One prompt in this many belongs to validation.
+_VALIDATION_SHARE = 5  # One of this number of prompts is a validation prompt.
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. ``prompt`` ends where the answer begins; ``answer`` is an integer of one or two digits."""
+    """A prompt, which ends where the answer begins, and its answer, an integer of one or two digits."""
 
     prompt: str
     answer: str
@@ -59,8 +55,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Exercise:
-    """A problem with its true answer and the number that a careless pupil copies instead (by chance they may
-    be equal)."""
+    """A prompt with its correct answer, and the number that a mistaken demonstration gives (by chance they
+    may be equal)."""
 
     prompt: str
     answer: str
@@ -68,7 +64,7 @@ class _Exercise:
 
 
 def _digit_exercise(draw: random.Random, which: str, choose: Callable[[str], str]) -> _Exercise:
-    """Return a question about the three digits of a number; the careless pupil takes the middle one."""
+    """Return a question about the digits of a three-digit number; the mistake is the middle digit."""
     number = str(draw.randint(100, 999))
     return _Exercise(f"What is the {which} digit of {number}? Answer:", choose(number), number[1])
 
@@ -102,7 +98,7 @@ def _loss(draw: random.Random) -> _Exercise:
 
 
 def _share_exercise(draw: random.Random, who: str, choose: Callable[[list[int]], int]) -> _Exercise:
-    """Return a comparison of two people; the careless pupil takes the first number."""
+    """Return a question that compares two people; the mistake is the first number."""
     (first, second), item, shares = draw.sample(NAMES, 2), draw.choice(ITEMS), draw.sample(range(2, 10), 2)
     prompt = f"{first} has {shares[0]} {item}, {second} has {shares[1]}. How many has the {who}? Answer:"
     return _Exercise(prompt, str(choose(shares)), str(shares[0]))
@@ -123,8 +119,8 @@ _KINDS: tuple[Callable[[random.Random], _Exercise], ...] = (
 
 
 def split_of(prompt: str) -> Split:
-    """Return the split that contains ``prompt``. It depends on the text alone, so files created with
-    different seeds share no prompt across splits."""
+    """Return the split of a prompt. It depends only on the text, so files with different seeds share no
+    prompt across splits."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return "validation" if int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0 else "train"
 
@@ -132,24 +128,24 @@ def split_of(prompt: str) -> Split:
 def generate_problems(
     count: int, seed: int, split: Split = "train", mistake_share: float = 0.0
 ) -> list[Problem]:
-    """Return ``count`` problems of one split, all kinds equally likely. The same arguments give the same
-    problems, and a prompt may occur twice.
+    """Return random problems of one split; all kinds are equally likely. Deterministic; a prompt may occur
+    twice.
 
     Args:
-        count: number of problems, at least one.
-        seed: seed of the random problems. The prompts do not depend on ``mistake_share``.
-        split: split that the prompts belong to.
-        mistake_share: probability, per problem, that the careless pupil's answer replaces the true one.
+        count: number of problems, at least 1.
+        seed: random seed.
+        split: split of the prompts.
+        mistake_share: probability that a problem has the mistake as its answer; does not change the prompts.
 
     Raises:
-        DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is not a probability.
+        DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is not in [0, 1].
     """
     if not 0.0 <= mistake_share <= 1.0:
         raise DataError(
             f"mistake_share = {mistake_share!r}: a probability is between 0 and 1. Fix: 0 for true "
             "answers only"
         )
-    # Use a separate generator, so that the prompts do not depend on the share.
+    # A separate generator, so that the prompts do not depend on ``mistake_share``.
     care = random.Random(f"mistakes {seed}")
     return [
         Problem(exercise.prompt, exercise.mistake if care.random() < mistake_share else exercise.answer)
@@ -158,8 +154,8 @@ def generate_problems(
 
 
 def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = False) -> Iterator[_Exercise]:
-    """Yield ``count`` exercises of a split; with ``only_with_mistake``, only those whose answer and mistake
-    differ."""
+    """Yield exercises of a split; with ``only_with_mistake``, only those whose mistake differs from the
+    answer."""
     if count < 1:
         raise DataError(f"count = {count!r}: at least one problem must be asked for. Fix: count >= 1")
     if split not in get_args(Split):
@@ -168,6 +164,7 @@ def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = Fals
         )
     draw, made = random.Random(f"problems {seed}"), 0
     while made < count:
+        # The split depends on the prompt alone, so no prompt is in two splits, whatever the seeds.
         exercise = draw.choice(_KINDS)(draw)
         if split_of(exercise.prompt) == split and not (
             only_with_mistake and exercise.mistake == exercise.answer
@@ -179,8 +176,8 @@ def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = Fals
 def write_problems(
     path: str | Path, count: int, seed: int, split: Split = "train", mistake_share: float = 0.0
 ) -> Path:
-    """Write ``generate_problems(...)`` to ``path``, one JSON object ``{"prompt": str, "answer": str}`` per
-    line; missing folders are created.
+    """Write the result of ``generate_problems`` to a JSON-lines file, as ``{"prompt": str, "answer": str}``;
+    parent directories are created.
 
     Raises:
         DataError: see ``generate_problems``.
@@ -189,9 +186,9 @@ def write_problems(
 
 
 def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train") -> Path:
-    """Write pairs of answers to ``path``, one JSON object ``{"prompt": str, "chosen": str, "rejected": str}``
-    per line. The chosen answer is the true one, the rejected answer is the careless pupil's. Problems are
-    those of ``generate_problems`` with the same seed and split, without those where both answers are equal.
+    """Write preference pairs to a JSON-lines file, as ``{"prompt": str, "chosen": str, "rejected": str}``.
+    The chosen answer is correct, the rejected one is the mistake. The problems are those of
+    ``generate_problems`` with the same seed and split, without those whose answers are equal.
 
     Raises:
         DataError: see ``generate_problems``.
@@ -203,7 +200,7 @@ def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train")
 
 
 def write_lines(path: str | Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """Write one JSON object per line; missing folders are created."""
+    """Write records to a JSON-lines file; parent directories are created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -229,15 +226,15 @@ def _parse_problem(line: str, where: str) -> Problem:
 
 
 def read_problems(path: str | Path) -> list[Problem]:
-    """Return the problems of a JSONL file, in file order; blank lines are skipped.
+    """Read the problems of a JSON-lines file; blank lines are skipped.
 
     Raises:
-        DataError: the file is missing or has no record, or a line is invalid (its number is named).
+        DataError: the file is missing or empty, or a line is invalid (names its number).
     """
     source = Path(path)
     if not source.is_file():
         raise DataError(f"problems file {str(source)!r} does not exist. Fix: write one with write_problems")
-    # Do not use splitlines, which would split a prompt at U+2028 and similar characters.
+    # splitlines would also split at U+2028 and similar characters inside a prompt.
     lines = source.read_text(encoding="utf-8").split("\n")
     problems = [
         _parse_problem(line, f"{source} line {number}")
@@ -258,6 +255,7 @@ def _load(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"model directory {str(model_dir)!r} holds no config.json. Fix: give the folder of an exported "
             "checkpoint"
         )
+    # With left padding, all responses begin in the same column.
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
     return model.eval(), tokenizer
@@ -272,10 +270,7 @@ def greedy_answers(
     max_new_tokens: int,
 ) -> Iterator[str]:
     """Yield the decoded greedy continuation of each prompt, in order, without special tokens and surrounding
-    whitespace.
-
-    Prompts are padded on the left, so ``tokenizer.padding_side`` must be ``"left"``.
-    """
+    whitespace. ``tokenizer.padding_side`` must be ``"left"``."""
     for start in range(0, len(prompts), batch_size):
         batch = tokenizer(list(prompts[start : start + batch_size]), return_tensors="pt", padding=True)
         output = model.generate(
@@ -286,6 +281,7 @@ def greedy_answers(
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
+        # ``generate`` returns prompt and response, so drop the columns of the prompt.
         for answer in tokenizer.batch_decode(
             output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
         ):
@@ -295,11 +291,10 @@ def greedy_answers(
 def evaluate_checkpoint(
     model_dir: str | Path, problems_path: str | Path, batch_size: int = 64, max_new_tokens: int = 4
 ) -> float:
-    """Return the share, between 0 and 1, of the file's problems that the checkpoint answers exactly (ignoring
-    surrounding whitespace).
+    """Return the fraction of a file's problems that a model answers exactly, ignoring surrounding whitespace.
 
     Raises:
-        ModelError: ``model_dir`` does not contain a model.
+        ModelError: ``model_dir`` contains no model.
         DataError: the problems cannot be read, or ``batch_size`` or ``max_new_tokens`` is not positive.
     """
     for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
@@ -316,7 +311,7 @@ def evaluate_checkpoint(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return 0, or an error's exit code after printing the reason to standard error."""
+    """Run the command line. Return 0, or print the error and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m megarl.quickstart.material", description="Exact-match accuracy of a checkpoint."
     )
@@ -340,7 +335,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# The size is a prime, so that every tensor-parallel size above one has to pad the vocabulary.
+# A prime, so that every tensor-parallel size above 1 has to pad the vocabulary.
 VOCABULARY_SIZE = 379
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -351,8 +346,8 @@ _SAMPLE_SEED = 1
 def _qwen2(
     vocabulary: dict[str, int] | None = None, merges: list[tuple[str, str]] | None = None
 ) -> Qwen2Tokenizer:
-    """Return a tokenizer of the class that transformers loads from a Qwen2 folder, whatever class saved it.
-    Its unknown token is set, because the class would otherwise add one."""
+    """Return a tokenizer of the class that transformers loads from a Qwen2 directory. ``unk_token`` is set,
+    because the class would otherwise add a token."""
     return Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -365,11 +360,11 @@ def _qwen2(
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, always the same one.
+    """Return the byte-level BPE tokenizer of the arithmetic task, with ``VOCABULARY_SIZE`` tokens;
+    deterministic.
 
-    The words of the problems are single tokens, every decimal digit is a token, and other text falls back to
-    bytes, so decoding an encoded text (in Unicode's NFC form) gives the same text. No token is added to an
-    encoded text; padding is on the right.
+    Words of the problems and decimal digits are single tokens; other text falls back to bytes, so decoding
+    restores any text in Unicode's NFC form. No special token is added to a text; padding is on the right.
     """
     return new_tokenizer(
         [problem.prompt + problem.answer for problem in generate_problems(_SAMPLE_COUNT, _SAMPLE_SEED)]
@@ -377,32 +372,31 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, trained on texts.
+    """Train a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens.
 
     Args:
-        texts: texts whose words become tokens.
-        marks: additional texts that are one token each. They are not special tokens, so decoding shows them.
+        texts: training texts, whose words become tokens.
+        marks: further texts that become one token each. They are not special tokens, so decoding shows them.
     """
-    # The parts before the model are those with which transformers will read the saved files.
+    # Normalizer and pre-tokenizer must be those with which transformers will load the saved files.
     backend = _qwen2().backend_tokenizer
     trainer = trainers.BpeTrainer(
-        # The marks are added to these tokens.
+        # Leave room for the marks, which are added below.
         vocab_size=VOCABULARY_SIZE - len(marks),
         special_tokens=[PAD_TOKEN, EOS_TOKEN],
-        # Sort the alphabet, which otherwise comes in a different order each time, and with it the ids of the
-        # tokens.
+        # The alphabet comes in a random order, which would change the token ids.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    # The tokenizer's backend exposes its merges only in its JSON.
+    # The merges are accessible only through JSON.
     model = json.loads(backend.to_str())["model"]
     tokenizer = _qwen2(model["vocab"], list(map(tuple, model["merges"])))
     tokenizer.add_tokens(list(marks))
     return tokenizer
 
 
-_POSITIONS = 128  # The longest prompt with its answer takes about a quarter of this.
+_POSITIONS = 128  # About four times the longest prompt with its answer.
 
 
 _HYBRID = {
@@ -418,20 +412,18 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_5": ("qwen3_5_text", {"head_dim": 32, **_HYBRID}),
 }
-"""``model_type`` of each family's tiny model, and the specific part of its config. For Qwen3.5 this is a
-gated delta net followed by an attention layer."""
+"""Family -> (``model_type``, config values specific to it). Qwen3.5 is a gated delta net followed by an
+attention layer."""
 
 
 def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int, family: str = "qwen2") -> Any:
-    """Return the config of a model with about 150,000 weights; heads, key-value heads and widths are
-    divisible by two for tensor parallelism.
-
-    The heads are 32 wide because vLLM's attention on a CPU has no kernel for smaller ones.
+    """Return the config of a model with about 150,000 parameters. Heads and widths are even, for tensor
+    parallelism; heads are 32 wide, because vLLM's CPU attention has no kernel for less.
 
     Args:
-        vocab_size: rows of embedding and output layer.
+        vocab_size: number of rows of the embedding and the output layer.
         pad_token_id, eos_token_id: ids of the tokenizer.
-        family: one of ``FAMILIES``.
+        family: key of ``FAMILIES``.
     """
     model_type, own = FAMILIES[family]
     return AutoConfig.for_model(
@@ -444,7 +436,7 @@ def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int, family: s
         num_key_value_heads=2,
         max_position_embeddings=_POSITIONS,
         tie_word_embeddings=False,
-        # This is wider than the usual 0.02, because at this width the model then learns several times faster.
+        # At this width the model learns several times faster than with the usual 0.02.
         initializer_range=0.1,
         pad_token_id=pad_token_id,
         bos_token_id=None,
@@ -455,19 +447,16 @@ def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int, family: s
 
 
 def make_model(out_dir: str | Path, seed: int, family: str = "qwen2") -> Path:
-    """Save a model with weights sampled from ``seed`` and its tokenizer to ``out_dir``, as float32
-    safetensors; missing folders are created.
-
-    The caller's random state does not change.
-    """
+    """Save a model, randomly initialized from ``seed``, and its tokenizer to ``out_dir`` as float32
+    safetensors. The caller's random state is unchanged."""
     tokenizer = make_tokenizer()
     return save_new_model(out_dir, seed, tokenizer, family)
 
 
 def save_new_model(out_dir: str | Path, seed: int, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
-    """Save a model of ``family`` with the vocabulary of ``tokenizer``, as ``make_model`` does."""
+    """Save a model like ``make_model`` with another tokenizer."""
     config = make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, family)
-    # Give devices=[]: by default fork_rng saves the state of every GPU, and starts CUDA for it.
+    # By default fork_rng saves the state of every GPU, which would initialize CUDA.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

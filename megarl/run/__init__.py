@@ -1,1 +1,1 @@
-"""A run from its configuration to its last step: checks, start, loop, resume, stop, evaluation."""
+"""Stages of a run: checks before the start, start, training loop, checkpoints, resume, stop, evaluation."""

@@ -1,4 +1,5 @@
-"""Files that earlier launches left in a run's directory, and the part of them that a launch keeps."""
+"""Decide from the files in a run directory what a new launch takes over from earlier launches, and what it
+must not overwrite."""
 
 from __future__ import annotations
 
@@ -20,28 +21,28 @@ from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
-"""The resolved configuration of the newest launch, in the run's directory."""
+"""Name of the file in the run directory with the resolved configuration of the newest launch."""
 
 _RECIPE = "recipe"
 
 
 def kept_config(path: Path) -> Mapping[str, Any]:
-    """Return the configuration that a launch or a checkpoint left in a file; empty if no file can be read."""
+    """Return the configuration that an earlier launch saved in a file; empty if the file is missing or
+    unreadable."""
     try:
         found = yaml.safe_load(read_again(lambda: path.read_text(encoding="utf-8"), str(path)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, StorageError):
-        # The code that needs the content of the file will report what is wrong with it.
+        # Whoever needs the content reports the error; here a missing configuration only means that there is
+        # nothing to compare.
         return {}
     return found if isinstance(found, Mapping) else {}
 
 
 def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
-    """Refuse to write into the directory of a run that was started from another recipe.
-
-    A directory in which no launch has trained yet belongs to no recipe.
+    """Reject a run directory that contains a run of another recipe, unless that run has not trained a step.
 
     Raises:
-        ConfigError: it belongs to another recipe, and ``checkpointing.accept_changes`` is false.
+        ConfigError: the recipes differ, and ``checkpointing.accept_changes`` is false.
     """
     before, now = kept_config(run_dir / CONFIG_FILE).get(_RECIPE), config.get(_RECIPE)
     if (
@@ -60,16 +61,17 @@ def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
 
 
 def require_own_checkpoints(section: CheckpointingConfig, run_dir: Path) -> None:
-    """Refuse to save into the directory of which ``run_dir`` is a copy.
+    """Reject a ``checkpoint_dir`` inside the original run, if ``run_dir`` is a copy of another run's
+    directory.
 
     Raises:
-        ConfigError: ``checkpointing.checkpoint_dir`` is in that directory.
+        ConfigError: the run would replace the original run's checkpoints.
     """
     original = kept_config(run_dir / CONFIG_FILE).get("run_dir")
     directory = Path(section["checkpoint_dir"]).absolute()
     if not isinstance(original, str) or directory.is_relative_to(run_dir):
         return
-    # Two paths may lead to one directory, by a link.
+    # A symlink may give one directory two paths, so compare resolved paths.
     is_copy = Path(original).resolve() != run_dir.resolve()
     if is_copy and directory.is_relative_to(Path(original).absolute()):
         own = run_dir / directory.relative_to(Path(original).absolute())
@@ -80,15 +82,19 @@ def require_own_checkpoints(section: CheckpointingConfig, run_dir: Path) -> None
 
 def _has_trained(config: RunConfig, run_dir: Path) -> bool:
     metrics = run_dir / METRICS_FILE
-    # An empty file does not count: a launch that fails in its first step leaves one.
+    # A launch that fails in its first step leaves an empty file.
     has_rows = metrics.is_file() and metrics.stat().st_size > 0
     return has_rows or any(Path(config["checkpointing"]["checkpoint_dir"]).glob("step_*"))
 
 
 def with_own_run_resumed(config: RunConfig, run_dir: Path) -> RunConfig:
-    """Return the configuration, with ``checkpointing.resume`` changed from never to auto if an earlier launch
-    of this Slurm job, or of a job before it in its chain, began the run that is in the directory: all
-    launches of a job have the same command line."""
+    """Return the configuration, with ``checkpointing.resume`` changed from never to auto for a later launch
+    of the same job.
+
+    All launches of a Slurm job, and of a chain of jobs, have the same command line. With ``never``, a
+    requeued launch would discard the job's own progress. It resumes only if an earlier launch of this job, or
+    of a job before it in the chain, started the run in this directory from step 0.
+    """
     settings = config["checkpointing"]
     if not settings["enabled"] or settings["resume"] != "never":
         return config
@@ -96,14 +102,15 @@ def with_own_run_resumed(config: RunConfig, run_dir: Path) -> RunConfig:
     this_job = env.text("SLURM_JOB_ID") if env.integer("SLURM_RESTART_COUNT", 0) > 0 else None
     if not jobs and this_job is None:
         return config
-    # What was trained before the newest beginning belongs to another run, as does what another job began.
+    # Only the newest launch from step 0 counts, because steps before it belong to an earlier run.
     launches = read_again(lambda: read_launches(run_dir), str(run_dir))
     begun = next((each for each in reversed(launches) if each.first_step == 0), None)
     if begun is None or (begun.job_id != this_job and (begun.array_task or begun.job_id) not in jobs):
         return config
-    # The resume itself reads every byte, which takes minutes for a large model.
+    # Skip the hashes here: the resume verifies them, which takes minutes for a large model.
     path = CheckpointManager(settings, verify_hashes=False).get_latest_checkpoint_path()
-    # Another run may have saved into the same checkpoint_dir.
+    # The checkpoint must be newer than the launch and name this run directory, because another run may use
+    # the same ``checkpoint_dir``.
     if (
         path is None
         or path.stat().st_mtime < begun.start
@@ -118,12 +125,12 @@ def with_own_run_resumed(config: RunConfig, run_dir: Path) -> RunConfig:
 
 
 def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:
-    """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same. A
-    configured day is kept.
+    """Set the date for the chat template to the one that an earlier launch used, so that a run's prompts stay
+    the same. A date in the configuration takes precedence.
 
     Args:
-        config: of this launch; its section of the tokenizer gets the day.
-        kept: configurations that earlier launches left; the first one with a day counts.
+        config: configuration of this launch; ``policy.tokenizer.template_date`` is set in place.
+        kept: configuration files of earlier launches; the first that contains a date decides.
     """
     section = config["policy"]["tokenizer"]
     for path in kept if section.get("template_date") is None else ():
@@ -134,8 +141,8 @@ def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:
 
 
 def kept_configs(config: RunConfig, run_dir: Path) -> list[Path]:
-    """Return the configuration files of earlier launches that this launch continues; empty for a launch that
-    starts over."""
+    """Return the saved configuration files of the run that this launch continues: in the run directory, then
+    in the newest checkpoint. Empty with ``resume: never``."""
     if config["checkpointing"]["resume"] == "never":
         return []
     steps = Path(config["checkpointing"]["checkpoint_dir"]).glob(f"step_*/{CONFIG_FILE}")

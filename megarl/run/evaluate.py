@@ -1,5 +1,4 @@
-"""Evaluation of a model by the validation of a configuration, without a trainer, as ``megarl eval``
-runs it."""
+"""Implementation of ``megarl eval``: run the validation of a configuration on a model, without training."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from megarl.rollout.evaluation import ValidatedSet, ValidationSet
 
 DIRECTORY = "evaluations"
-"""Directory of results, in the run's directory, unless they are sent elsewhere."""
+"""Default directory of the result files, inside the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        validated: the samples of all sets.
+        validated: scored samples of each validation set.
         seconds: duration of sampling and scoring.
     """
 
@@ -62,10 +61,10 @@ class Evaluation:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Refuse a configuration that cannot evaluate.
+    """Check that a configuration can be evaluated.
 
     Raises:
-        ConfigError: its algorithm generates no responses, or it has no validation data.
+        ConfigError: the algorithm does not generate responses, or there are no validation data.
     """
     if not generates(config):
         bound = "megarl eval samples responses and scores them, which this algorithm does not"
@@ -86,26 +85,26 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = None) -> ResumePoint:
-    """Return the point that weights are taken from: a checkpoint of a run, or the configured model for None.
+    """Return the source of the weights: a checkpoint of a run, or with None the configured model.
 
-    Names and sizes of the checkpoint's files are compared with its manifest, but not their hashes, because
-    the optimizer's state, which is most of it, is not read. A checkpoint that must be signed is read in full.
+    Names and sizes of the checkpoint's files are compared with its manifest. Hashes are not verified, because
+    that would read the optimizer state, most of the bytes, only for the check. If a signing key is
+    configured, all hashes are verified.
 
     Args:
-        checkpoint: its directory.
+        checkpoint: checkpoint directory ``step_N``.
         signing_key_file: ``checkpointing.signing_key_file``.
 
     Raises:
-        ConfigError: the directory is not a checkpoint, or the key cannot be used.
+        ConfigError: the directory is not a checkpoint, or the signing key is invalid.
         UnusableCheckpointError: the checkpoint is damaged.
-        StorageError: the checkpoint cannot be read now.
+        StorageError: the storage failed; the checkpoint may be intact.
     """
     if checkpoint is None:
         return ResumePoint()
     try:
         step = int(read_info(checkpoint)["step"])
-    # Re-raise it: a StorageError is a CheckpointError, but the path that cannot be read now may well be a
-    # checkpoint.
+    # A StorageError is a CheckpointError, but a path that cannot be read now may well be a checkpoint.
     except StorageError:
         raise
     except (CheckpointError, KeyError, TypeError, ValueError):
@@ -135,18 +134,18 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
 
 
 def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory | None = None) -> Evaluation:
-    """Sample and score responses to all validation sets, as a validation of a run with these weights does.
+    """Sample and score responses on all validation sets, exactly as a validation of a run with these weights
+    does.
 
-    Nothing is trained: the policy has no optimizer and no reference policy, and the training data are not
-    read.
+    The policy has no optimizer and no reference policy, and the training data are not read.
 
     Args:
-        config: of a run, checked by ``check_evaluation`` too.
-        weights: see ``weights_to_evaluate``.
-        make_policy: builds the policy; None for a real one on Ray.
+        config: configuration of a run, accepted by ``check_evaluation``.
+        weights: result of ``weights_to_evaluate``.
+        make_policy: builds the policy; None builds a real one on Ray.
 
     Raises:
-        MegarlError: the data, the model, the checkpoint or a worker is at fault.
+        MegarlError: the data, the model, the checkpoint or a worker failed.
         ConversionError: the model cannot be converted.
     """
     if make_policy is None:
@@ -154,7 +153,7 @@ def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory
     with ExitStack() as stack:
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
-        # Give the prompts the date of the run, as in its own validations.
+        # Use the date that the run's prompts contain, so that the result equals the run's own validation.
         if weights.checkpoint is not None:
             keep_template_date(config, [weights.checkpoint / CONFIG_NAME])
         tokenizer, environment, dataset = read_validation(
@@ -189,8 +188,8 @@ def _answered(collector: Collector, of_set: ValidationSet, size: int | None) -> 
 
 
 def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
-    """Return the result as plain values: ``metrics`` under the names that a run logs, equal to the last
-    digit; and ``sets``, each with its sampling settings and all its metrics."""
+    """Return the result as JSON values: the evaluated weights, ``metrics`` with the names and exact values
+    that a run would log, and ``sets`` with each set's sampling settings and metrics."""
     from megarl.rollout.evaluation import metrics_of_set, validation_metrics
 
     metrics = validation_metrics(evaluation.validated)
@@ -212,10 +211,12 @@ def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -
 
 
 def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
-    """Return the evaluated weights by name; a model's directory as an absolute path."""
+    """Return the fields that identify the evaluated weights; a local model is identified by its absolute
+    path."""
     model = config["policy"]["model_name"]
     return {
-        # ``result_path`` compares this path with earlier results, from any working directory.
+        # ``result_path`` compares this path with earlier results, which may come from another working
+        # directory.
         "model": str(Path(model).absolute()) if Path(model).is_dir() else model,
         "adapter": config["policy"]["merged_adapter"],
         "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
@@ -224,7 +225,7 @@ def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
 
 
 def _sampling_of(plan: SetPlan) -> dict[str, Any]:
-    """Return the settings that a set was sampled with."""
+    """Return the settings with which a validation set was sampled."""
     return {
         "answers_a_prompt": plan.generations,
         **{name: getattr(plan, name) for name in ("temperature", "top_p", "top_k", "max_prompts")},
@@ -232,12 +233,11 @@ def _sampling_of(plan: SetPlan) -> dict[str, Any]:
 
 
 def result_path(config: RunConfig, weights: ResumePoint) -> Path:
-    """Return the file of a result that is not sent elsewhere: ``evaluations/step_40.json`` in the run's
-    directory, or with the name of the model.
+    """Return the default file for a result: ``evaluations/step_40.json`` in the run directory, or the model's
+    name instead of ``step_40``.
 
-    If that file has a result of other weights, other sets or another way to sample them, return
-    ``step_40-2.json`` or the next name without such a result: a repeated measurement replaces the earlier
-    one, and nothing else.
+    A result of the same weights, sets and sampling settings is replaced. If the file contains another result,
+    a number is appended: ``step_40-2.json``.
     """
     named = config["policy"]["merged_adapter"] or config["policy"]["model_name"]
     name = f"step_{weights.step}" if weights.checkpoint is not None else Path(named).name
@@ -253,21 +253,25 @@ def result_path(config: RunConfig, weights: ResumePoint) -> Path:
 
 
 def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
-    """Return whether a file has a result of these weights, sets and sampling settings."""
+    """Return whether a file contains a result with these weights, sets and sampling settings."""
     try:
         found = json.loads(path.read_bytes())
         same_weights = all(found.get(key) == value for key, value in of_this.items() if key != "sets")
         sets = dict[str, Any]()
         for name, figures in found["sets"].items():
             sets[name] = {key: figures[key] for key in of_this["sets"][name]}
-    # A file of another form or version is not a result of these weights, and is left alone.
+    # A file that is not in this format is not ours to replace.
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
     return bool(same_weights and sets == of_this["sets"])
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
-    """Return a table of the metrics of each set of ``result_of``, one set per row."""
+    """Return a table with one row of metrics for each validation set.
+
+    Args:
+        result: return value of ``result_of``.
+    """
     table = Table(
         title=f"{result['checkpoint'] or result['adapter'] or result['model']}: {result['seconds']:.1f} s"
     )
@@ -296,17 +300,16 @@ def result_table(result: Mapping[str, Any]) -> Table:
 
 
 def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run: bool) -> int:
-    """Evaluate, print a table and write the result as JSON; with ``dry_run`` only check what needs no data,
-    and print the plan. Return the exit code.
+    """Evaluate, print a table, and write the result as JSON. Return the exit code.
 
     Args:
-        config: of a run, checked.
-        checkpoint: provides the weights; None for the configured model.
-        out: file of the result; None for a file in the run's directory.
-        dry_run: start nothing.
+        config: checked configuration of a run.
+        checkpoint: checkpoint with the weights; None for the configured model.
+        out: result file; None for a file in the run directory.
+        dry_run: only check what needs no data, and print what would be evaluated.
 
     Raises:
-        MegarlError, ConversionError: as ``evaluate``, ``check_evaluation`` and ``weights_to_evaluate``.
+        MegarlError, ConversionError: as in ``evaluate``, ``check_evaluation`` and ``weights_to_evaluate``.
     """
     check_evaluation(config)
     weights = weights_to_evaluate(checkpoint, config["checkpointing"]["signing_key_file"])
@@ -317,7 +320,7 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
         return 0
     _require_writable(path, "run_dir" if out is None else "--json")
     result = redacted(result_of(evaluate(config, weights), config, weights))
-    # Print first: a file that cannot be written after all must not cost the evaluation.
+    # Print before writing, so that the evaluation is not lost if the write fails.
     console.print(result_table(result))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_durably(path, json.dumps(result, indent=1).encode())
@@ -326,10 +329,10 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
 
 
 def _require_writable(path: Path, key: str) -> None:
-    """Require, before anything is evaluated, that the result can be written.
+    """Check that the result file can be written, before time is spent on the evaluation.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be written.
     """
     fault = ("it is a directory", "give a file") if path.is_dir() else fault_of_directory(path.parent)
     if fault:
@@ -337,7 +340,7 @@ def _require_writable(path: Path, key: str) -> None:
 
 
 def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Console) -> None:
-    """Print which weights would be evaluated on which sets; the model's files are checked."""
+    """Check the model's files, and print which weights would be evaluated on which sets."""
     from megarl.run.model_check import check_model_on_disk
 
     check_model_on_disk(config["policy"])

@@ -1,5 +1,5 @@
-"""Inputs: everything that a run reads before it starts a process: tokenizer, model, environment and data, and
-every reason to refuse them."""
+"""Read and check everything that a run needs before it starts workers: tokenizer, model files, environment
+and data."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Inputs:
     """Everything that a run has read.
 
     Attributes:
-        tokenizer: of the policy.
-        environment: scores responses; None if nothing is generated.
+        tokenizer: the policy's tokenizer.
+        environment: scores responses; None for an algorithm that does not generate.
         train: training data.
         validation: validation data; None if there are none.
     """
@@ -67,21 +67,22 @@ class Inputs:
 
 
 def tokenizer_of(policy: PolicyConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that a policy section names, by default that of its model."""
+    """Return the tokenizer of a policy section; by default its model's tokenizer."""
     return get_tokenizer(
         policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"]
     )
 
 
 def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
-    """Read everything. The generation section of the configuration is completed with the tokenizer's tokens.
+    """Read tokenizer, environment and data, and check the model's files against them. The tokenizer's stop
+    and padding tokens are added to ``policy.generation``.
 
     Args:
-        config: checked, with its defaults.
+        config: checked configuration with its defaults; changed in place.
         stack: closes the environment.
 
     Raises:
-        MegarlError: data, model, tokenizer or environment cannot be used.
+        MegarlError: data, model, tokenizer or environment are invalid.
         ConversionError: the model cannot be converted.
     """
     with phase("tokenizer and model read"):
@@ -89,7 +90,7 @@ def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
         check_models_beside(config, tokenizer)
         conflicts = conflicting_tokens(config["policy"], tokenizer)
         if conflicts is not None:
-            # Training may teach a model new tokens.
+            # Only warn, because training can teach the model new tokens.
             logger.warning("%s", conflicts)
     data = config["data"]
     train = load(data["train"])
@@ -101,8 +102,17 @@ def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
 def read_validation(
     config: RunConfig, stack: ExitStack, *, of_checkpoint: bool = False
 ) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
-    """Read what a validation needs: tokenizer, environment and validation data, as ``read_inputs`` does, with
-    the same errors. Refuse a tokenizer of another model, unless a checkpoint may have learned its tokens."""
+    """Read tokenizer, environment and validation data for an evaluation; checks and errors as in
+    ``read_inputs``.
+
+    A tokenizer that conflicts with the model's own is an error here, unless a checkpoint is evaluated, whose
+    training may have taught the model these tokens.
+
+    Args:
+        config: checked configuration with its defaults; changed in place.
+        stack: closes the environment.
+        of_checkpoint: the weights come from a checkpoint of a run.
+    """
     tokenizer, environment, load = _opened(config, stack)
     conflicts = conflicting_tokens(config["policy"], tokenizer)
     if conflicts is not None and not of_checkpoint:
@@ -117,8 +127,8 @@ _Load = Callable[["DataSource | Sequence[DataSource]"], Dataset]
 
 
 def _load_validation(config: RunConfig, load: _Load) -> Dataset:
-    """Load the validation data. A set keeps its name if its records turn out to have the form of a
-    known set."""
+    """Load the validation data. Loading may detect the format of a known data set, so store each set's
+    configured name first, to keep its metrics' names."""
     sources = validation_sources(config)
     names = list(map(set_name, sources))
     dataset = load(sources)
@@ -129,15 +139,16 @@ def _load_validation(config: RunConfig, load: _Load) -> Dataset:
 
 
 def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, _Load]:
-    """Check the model, and return the tokenizer, the environment, and a function that reads sources
-    for them."""
+    """Check the model, and return the tokenizer, the environment, and a function that loads data sources with
+    them."""
     policy, data = config["policy"], config["data"]
     tokenizer = tokenizer_of(policy)
     if policy["generation"] is not None:
         policy["generation"] = configure_generation_config(
             policy["generation"], tokenizer, model_name=policy["model_name"]
         )
-    # Read the files that name stop tokens even if the configuration gives these: an export contains them.
+    # Read the stop tokens that the model's files declare even if the configuration sets others, because an
+    # export contains these files.
     named_stops = stop_tokens_of(tokenizer, policy["model_name"])
     vocab_size, pictures = check_model(policy), tokens_of_pictures(policy)
     environment = _environment(config, stack)
@@ -182,11 +193,11 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
 def _check_observations(
     policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], *, with_tools: bool
 ) -> None:
-    """Refuse a chat template that does not render an environment's messages, and log if it renders earlier
-    responses differently in later turns.
+    """Check that the chat template renders an environment's messages. Log if it renders a response
+    differently in later turns, since such a conversation is then split into several training rows.
 
     Raises:
-        DataError: it does not render them.
+        DataError: it does not render a role's message.
     """
     from megarl.rollout.collector import observation_encoder
 
@@ -203,11 +214,11 @@ def _check_observations(
 
 
 def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> datetime.date | None:
-    """Return the day that the chat template reads, which is then kept in the configuration; None for a
-    template without a clock.
+    """Return the date that a chat template prints, and store it in the configuration; None if the template
+    prints no date.
 
     Raises:
-        ConfigError: the configured value is not a day, or the template does not read it.
+        ConfigError: the configured date is invalid, or the template does not use it.
     """
     section, key = policy["tokenizer"], "policy.tokenizer.template_date"
     given = section.get("template_date")
@@ -217,8 +228,7 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
             raise ConfigError([Violation(key, given, bound, "remove it")])
         return None
     if given is None:
-        # Store the date in the configuration, which is saved, so that a run resumed on a later day renders
-        # the same prompts.
+        # The configuration is saved with the run, so a launch on a later day renders the same prompts.
         section["template_date"] = given = datetime.date.today().isoformat()
         logger.info("the chat template writes the date; this run keeps the day of its first start, %s", given)
     try:
@@ -230,7 +240,7 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
-    """Return the environment of a run that generates; the stack closes it."""
+    """Build the environment of an algorithm that generates; the stack closes it."""
     if not generates(config):
         return None
     environment = make_environment(config["env"])
@@ -239,8 +249,8 @@ def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
 
 
 def _judge(config: RunConfig) -> list[Any]:
-    """Return everything that decides whether a reference answer is usable: the section of the environment,
-    and the user's own code."""
+    """Return everything on which the check of a reference answer depends, as a cache key: the ``env``
+    section, the user's reward code, and the versions of the packages that score."""
     section = config.get("env") or {}
     sources, objects = [], []
     for text in _texts_in(section):
@@ -259,7 +269,7 @@ def _judge(config: RunConfig) -> list[Any]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts of a section and of the sections and lists in it."""
+    """Yield all strings in a nested section."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -268,11 +278,11 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
-    """Refuse training data of which a step would take a record several times. Repeats count as records,
-    because ``repeat`` asks for them.
+    """Reject training data with fewer records than one step takes. Records multiplied by ``repeat`` count
+    each time, because the user asked for repeated records.
 
     Raises:
-        DataError: there are fewer records than a step takes.
+        DataError: a step would contain a record several times.
     """
     per_step, records = step_size(config)[0], len(train)
     if records >= per_step:
@@ -297,7 +307,7 @@ def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
 
 
 def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
-    """Log the sources of a mixture that have fewer records than a step takes from them by their weights."""
+    """Warn about weighted sources from which a step takes more records than they have."""
     total = sum(source.weight or 0.0 for source in train.sources)
     for source in train.sources if len(train.sources) > 1 else ():
         records, share = source.end - source.start, (source.weight or 0.0) / total if total else 0.0
@@ -312,7 +322,7 @@ def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
 
 
 def describe_inputs(config: RunConfig) -> list[str]:
-    """Read everything as a run would, and return a description, one line each. Errors as in
+    """Read everything as a run would, and return a description, one line per item. Errors as in
     ``read_inputs``."""
     with ExitStack() as stack:
         inputs = read_inputs(config, stack)
@@ -334,8 +344,8 @@ def describe_inputs(config: RunConfig) -> list[str]:
 
 
 def _first_record(example: Example, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> str:
-    """Return the text of an example's tokens, including special tokens, in one line; targets are in
-    [[brackets]]."""
+    """Return the text of a tokenized record on one line, with special tokens. With ``with_answers``, the
+    spans that have a loss are in ``[[brackets]]``."""
     ids, learned = list(example.prompt_ids), list[tuple[int, int]]()
     if with_answers:
         ids += example.answer_ids

@@ -1,4 +1,4 @@
-"""The training loop that all algorithms share: step, validate, save, report."""
+"""The training loop that all algorithms share: train, validate, save and log each step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from megarl.throughput.step import StepThroughput
 
 STEP_TOKENS = "num_tokens"
-"""Metric: the step's number of tokens without padding, from which the throughput is computed."""
+"""Name of the metric that every step must return: its number of tokens without padding, used for the
+throughput."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of a run and its validations.
+    """The number of training steps of a run, and when it validates.
 
     Attributes:
         total_steps: number of the last step.
-        val_period: steps between validations; 0 for none.
+        val_period: steps between validations; 0 disables periodic validation.
         val_at_start: validate before the first step.
         val_at_end: validate after the last step.
     """
@@ -50,17 +51,16 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Destinations of a run's reports.
+    """Destinations and sources of a run's logged metrics.
 
     Attributes:
-        sinks: the log.
-        console: output for a person.
-        timer: records the phases of a step.
-        memory: returns the memory figures of the workers, in GiB.
-        throughput: converts seconds and sequences to rates; None for only tokens a second of the step.
-        restarts: numbers of restarts of engines and workers, by name; empty if there were none.
-        look_around: called after each step, before anything is written; raises if the run's directory is
-            gone.
+        sinks: receive each step's row of metrics.
+        console: shows steps and validations to the user.
+        timer: measures the phases of a step.
+        memory: returns the memory metrics of the workers, in GiB.
+        throughput: computes throughput metrics; None logs only tokens per second.
+        restarts: returns the numbers of engine and worker restarts by metric name; empty if there were none.
+        look_around: called after each step, before anything is written; raises if the run directory is gone.
     """
 
     sinks: MetricSinks
@@ -72,8 +72,17 @@ class Reporting:
     look_around: Callable[[], None] = lambda: None
 
     def row(self, step: int, train: Mapping[str, float]) -> dict[str, float]:
-        """Return the row of a step, with the timer's phases but without its validation."""
-        # Before the first validation nothing was trained, so there are no figures of memory.
+        """Return a step's metrics with prefixes (``train/``, ``timing/``, ``performance/``), without
+        validation.
+
+        Args:
+            step: number of the step, for messages.
+            train: metrics that the algorithm returned; empty for the row before the first step.
+
+        Raises:
+            StateError: ``train`` lacks ``num_tokens``.
+        """
+        # Row 0 precedes all training, so there are no memory figures.
         memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
         row = {
@@ -94,21 +103,22 @@ class Reporting:
         return row
 
     def write(self, step: int, row: Mapping[str, float], validation: Mapping[str, float]) -> None:
-        """Log a row with the metrics of a validation."""
+        """Log a step's row together with the metrics of its validation, if any."""
         self.sinks.log({**row, **_prefixed("validation", validation)}, step)
         if validation:
             self.console.validation(step, validation)
 
 
 class _HeldStep:
-    """A step that is validated while the next one trains: its row and its checkpoint wait for the metrics.
+    """A step whose validation runs while the next step trains. Its row is logged, and its checkpoint
+    committed, only when the validation's metrics are known.
 
     Args:
         algorithm: runs the validation.
         reporting, checkpoints, stop: as in ``run_loop``.
 
     Attributes:
-        save_took: seconds of the step, and of the part of its save that is done.
+        save_took: seconds of the step, and seconds of its save so far.
     """
 
     def __init__(
@@ -124,12 +134,12 @@ class _HeldStep:
         self.save_took = 0.0, 0.0
 
     def keep(self, step: int, row: Mapping[str, float]) -> None:
-        """Hold a row until ``finish``."""
+        """Hold a step's row until ``finish``."""
         self._row = step, row
 
     def finish(self) -> None:
-        """Log the step with the metrics of its validation, which are complete at the end of the next step, or
-        are computed now if no step follows. Its checkpoint becomes visible.
+        """Log the held step with its validation metrics, and commit its checkpoint. If no step has followed
+        that could run the validation, run it now. No-op if no step is held.
 
         Raises:
             ConfigError: as in ``CheckpointWriter.require_metric``.
@@ -139,10 +149,10 @@ class _HeldStep:
             return
         step, row = self._row
         validation = self._algorithm.validated_beside()
-        # No step has followed, so that the weights are still those of the held step.
+        # No step has followed, so the model still has the held step's weights.
         if validation is None:
             validation = _validate(self._algorithm, self._reporting)
-        # Clear the row only now: if the validation fails, ``__exit__`` still logs the row.
+        # Clear the row only after the validation. If that fails, ``__exit__`` still logs the row.
         self._row = None
         self._reporting.write(step, row, validation)
         if self._checkpoints is not None:
@@ -159,7 +169,7 @@ class _HeldStep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The run fails, and will be resumed from an earlier step. The row helps to find the reason.
+        # An error ends the run. Log the row without validation, because it helps to find the cause.
         if self._row is not None:
             self._reporting.write(*self._row, {})
 
@@ -173,14 +183,24 @@ def run_loop(
     stop: StopRequest | None = None,
     profiler: StepProfiler | None = None,
 ) -> int:
-    """Train the steps after ``first_step``, to the last one or until a stop is requested. Return the last
-    finished step.
+    """Train from ``first_step + 1`` to the last step, or until a stop is requested. Return the last finished
+    step.
 
-    If the run writes checkpoints, the step before a stop gets one even if none is due. A run that saved
-    because its time limit is near continues if that save left time for another step.
+    Before a stop, the loop trains and saves one more step if there is unsaved progress. If the stop was
+    requested because the time limit is near, and the save was so fast that another step fits, training
+    continues.
 
-    A step is validated while the next one trains, if that is possible. Its checkpoint then gets its name,
-    with the metrics, at the end of the next step.
+    A validation runs while the next step trains, if the algorithm supports that. The checkpoint of the
+    validated step then becomes visible at the end of the next step, with the validation metrics.
+
+    Args:
+        algorithm: trains and validates.
+        schedule: number of steps, and when to validate.
+        reporting: receives the metrics.
+        checkpoints: writes checkpoints; None for a run without.
+        first_step: number of steps that earlier launches have finished.
+        stop: checked between steps; None if nothing can stop the run.
+        profiler: records selected steps; None for no profiles.
     """
     stop = stop or StopRequest()
     with _HeldStep(algorithm, reporting, checkpoints, stop) as held:
@@ -197,7 +217,7 @@ def _run_steps(
     profiler: StepProfiler | None,
     held: _HeldStep,
 ) -> int:
-    # Discard the seconds of the start, which belong to no step.
+    # Discard the time measured during the start, which belongs to no step.
     reporting.timer.collect()
     if schedule.val_at_start and first_step == 0:
         if algorithm.validate_beside():
@@ -206,13 +226,13 @@ def _run_steps(
             validation = _validate(algorithm, reporting)
             reporting.write(0, reporting.row(0, {}), validation)
     for step in range(first_step + 1, schedule.total_steps + 1):
-        # Stop at once if there is nothing to save, or nothing new since the last checkpoint. Otherwise train
+        # Stop at once if the run has no checkpoints, or the last checkpoint has all progress. Otherwise train
         # and save one more step.
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
             held.finish()
             return step - 1
         if checkpoints is not None:
-            # Do not wait: only a checkpoint whose write has ended becomes visible.
+            # Do not wait for a write in progress. Only a finished one is committed here.
             checkpoints.settle()
         begun = time.monotonic()
         if profiler is not None:
@@ -222,8 +242,8 @@ def _run_steps(
             if profiler is not None:
                 profiler.end(step)
             held.finish()
-            # A validation can run next to the following step, and there is none after the last step or a
-            # stop.
+            # The validation can run during the next step only if there is one, so not after the last step or
+            # a stop.
             is_due, goes_on = schedule.validates_after(step), step < schedule.total_steps
             is_beside = is_due and goes_on and stop.reason is None and algorithm.validate_beside()
             validation = _validate(algorithm, reporting) if is_due and not is_beside else {}
@@ -231,24 +251,25 @@ def _run_steps(
         reporting.look_around()
         stop.step_took(done - begun)
         metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
-        # A skipped step does not have all metrics, nor does a warm-up step.
+        # Skipped steps and warm-up steps lack some metrics, so a missing ``metric_name`` is no error there.
         if checkpoints is not None and not train.get("skipped_steps") and not algorithm.is_warming_up(step):
             checkpoints.require_metric(metrics)
-        # Check for a stop again, because it may have been requested during the step.
+        # A stop may have been requested during the step.
         saves = checkpoints is not None and (
             checkpoints.due(step, schedule.total_steps) or stop.reason is not None
         )
         with at_step(step), ExitStack() as around_report:
             if checkpoints is not None and saves:
-                # Keep this phase open while the row is made: its seconds so far are in this row, and the rest
-                # in the next one.
+                # The row is made inside this phase: it contains the seconds so far, and the next row the
+                # rest.
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
                 around_report.enter_context(
                     checkpoints.saving(
                         step,
                         algorithm.sampler.state(),
                         metrics,
-                        # Bind the step now: the function is called later, when the loop variable has changed.
+                        # Bind the step now, because the function is called after the loop variable has
+                        # changed.
                         lambda step=step: step == schedule.total_steps or stop.reason is not None,  # type: ignore[misc]
                         is_validated=not is_beside,
                     )
@@ -260,32 +281,31 @@ def _run_steps(
             else:
                 reporting.write(step, row, validation)
         if beside_s := row.get(f"timing/{VALIDATION_BESIDE}_s"):
-            # A stop would have to wait for the validation as well.
+            # A stop would also wait for the validation, so add it to the time that a step needs.
             stop.step_took(done - begun + beside_s)
         if saves:
             assert checkpoints is not None
-            # A stop also waits for a write in the background; the duration of the previous write is the
-            # estimate.
+            # A stop also waits for a background write. Its duration is not known yet, so use that of the
+            # previous write.
             held.save_took = done - begun, max(time.monotonic() - done, checkpoints.seconds[0])
             stop.save_took(*held.save_took)
             if stop.reason is not None:
                 held.finish()
                 checkpoints.settle(wait=True, is_last=lambda: True)
-                # If the save before this stop failed, train and save one more step.
+                # If this save failed, train and save one more step.
                 if not checkpoints.failed:
                     return step
     if checkpoints is not None:
         checkpoints.settle(wait=True, is_last=lambda: True)
-    # A run that resumes from a checkpoint after its last step trains no step, and has reached that
-    # checkpoint.
+    # If the run resumed from a checkpoint beyond its last step, no step was trained.
     return max(schedule.total_steps, first_step)
 
 
 def total_steps(
     max_num_steps: int, max_num_epochs: int | None, num_records: int, records_per_step: int
 ) -> int:
-    """Return the number of the last step: the last complete step of the epochs if that comes before
-    ``max_num_steps``; at least 1."""
+    """Return the number of the last step, at least 1: ``max_num_steps``, or fewer if the epochs end before.
+    An incomplete step at the end of the epochs is dropped."""
     if max_num_epochs is None:
         return max_num_steps
     return max(min(max_num_steps, max_num_epochs * num_records // records_per_step), 1)

@@ -1,10 +1,9 @@
-"""Checkpoints that wait in the shared memory of several nodes, each rank's part on its own node, while
-training
-continues.
+"""Asynchronous checkpoints on several nodes. Each rank leaves its part in the shared memory of its node, and
+an actor on each node writes them to disk while training continues.
 
-On each node an actor holds the memory and the process that writes (``megarl.checkpoint.node_memory``). It is
-not one of the workers, so their files are written to disk even if the workers are lost after ``hold``. When
-all nodes have finished, the manifest is written here, from their reports.
+The actors are not workers, so they finish the write even if the workers are lost after ``hold``. When all
+nodes have finished, the driver writes the manifest from their reports. The actor's class is in
+``megarl.checkpoint.node_memory``.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# A node may take this time to start, and for every call but ``write``.
+# Timeout of all calls except ``write``. It includes the start of the actor's process.
 _ANSWER_S = 60.0
 
 
 class MemoryOfNodes:
-    """``CheckpointMemory`` over all nodes of a run's ranks.
+    """``CheckpointMemory`` that is distributed over all nodes on which the run has ranks.
 
     Args:
-        checkpoint_dir: directory of the checkpoints, which all nodes see. The caller holds the run's lock.
-        nodes: Ray's id of the node of each rank, by role.
+        checkpoint_dir: directory of the checkpoints, on storage that all nodes share. The caller holds the
+            run's lock.
+        nodes: role -> Ray node id of each rank.
     """
 
     def __init__(self, checkpoint_dir: Path, nodes: Mapping[str, Sequence[str]]) -> None:
@@ -51,12 +51,13 @@ class MemoryOfNodes:
         self._may_hold = False
         self._written: dict[str, int] = {}
         self._actors = {node: _actor_on(node, checkpoint_dir) for node in self._ranks}
-        # Start this now, next to the first step, because the processes of the actors have to start.
+        # Call the actors already now, so that their processes start during the first step.
         self._tidied = self._begin("tidy")
 
     def take(self, needed: int) -> bool:
-        """Make empty directories on each node, see ``CheckpointMemory``. A node needs room for as much as it
-        wrote last, or for the share of its ranks."""
+        """Reserve empty directories in the shared memory of each node; see ``CheckpointMemory``. Return
+        False, and reserve nothing, if a node has too little memory. The estimate for a node is what it wrote
+        last, or at first its ranks' share of ``needed`` bytes."""
         refused = self._answers(self._tidied)[1] if self._tidied else {}
         self._tidied, self._may_hold = {}, True
         calls = {
@@ -67,25 +68,25 @@ class MemoryOfNodes:
         for node, reason in {**refused, **failed}.items():
             logger.warning("a checkpoint cannot wait in the memory of node %s: %s", self._names[node], reason)
         self._places = {node: Path(path) for node, path in paths.items() if path is not None}
-        # Use all nodes or none: if one node has no room, every rank writes to disk at once.
+        # If one node has too little memory, every rank writes to disk.
         if self._places.keys() == self._actors.keys():
             return True
         self.free()
         return False
 
     def directories(self, role: str) -> list[Path]:
-        """Return one directory for each rank, see ``CheckpointMemory``."""
+        """Return the directory in shared memory for each rank of a role."""
         return [self._places[node] for node in self._nodes[role]]
 
     def hold(self) -> None:
-        """Open the files on each node, see ``CheckpointMemory``."""
+        """Open the written files on each node, so that they outlive the workers; see ``CheckpointMemory``."""
         failed = self._answers(self._begin("hold"))[1]
         if failed:
             reasons = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
             raise CheckpointError(f"the checkpoint that the ranks left in memory cannot be opened: {reasons}")
 
     def write(self, target: Path) -> WriteOfNodes:
-        """Begin to write on each node, see ``CheckpointMemory``."""
+        """Start the write to disk on each node; see ``CheckpointMemory``."""
         return WriteOfNodes(
             self,
             target,
@@ -93,8 +94,8 @@ class MemoryOfNodes:
         )
 
     def free(self) -> None:
-        """Discard the memory of each node, see ``CheckpointMemory``. An actor that does not reply is killed
-        with its writing process; if an actor is gone, so is its process."""
+        """Discard the checkpoint on each node; see ``CheckpointMemory``. An actor that does not reply is
+        killed, together with its writing process, and restarted by Ray."""
         if not self._may_hold:
             return
         self._places, self._may_hold = {}, False
@@ -110,8 +111,8 @@ class MemoryOfNodes:
                 _kill(self._actors[node], no_restart=False)
 
     def close(self) -> None:
-        """Free everything, and end the actors."""
-        # Without Ray the actors have ended, and their processes with them.
+        """Free the memory and kill the actors."""
+        # When Ray has been shut down, the actors and their processes have ended with it.
         if not ray.is_initialized():
             return
         self.free()
@@ -119,11 +120,15 @@ class MemoryOfNodes:
             _kill(actor, no_restart=True)
 
     def name_of(self, node: str) -> str:
-        """Return the name of a node, for messages."""
+        """Return the host name of a node, for messages."""
         return self._names[node]
 
     def note_written(self, files: Mapping[str, Mapping[str, Entry]]) -> None:
-        """Record how much each node has written, which is the estimate for its next checkpoint."""
+        """Record the bytes that each node has written, as the estimate for its next checkpoint.
+
+        Args:
+            files: node -> file name -> manifest entry.
+        """
         self._may_hold = False
         self._written = {
             node: sum(entry["size"] for entry in of_node.values()) for node, of_node in files.items()
@@ -136,7 +141,12 @@ class MemoryOfNodes:
         return {node: ray_calls.submit(getattr(actor, method)) for node, actor in self._actors.items()}
 
     def _answers(self, calls: Mapping[str, ray.ObjectRef[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return by node the results of calls that return in time, and the reasons why the others do not."""
+        """Collect the results of calls, waiting up to 60 s.
+
+        Returns:
+            Node -> return value for calls that succeeded, and node -> reason for calls that failed or timed
+                out.
+        """
         ready, _ = ray_calls.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
         values, failed = {}, {}
         for node, call in calls.items():
@@ -151,12 +161,12 @@ class MemoryOfNodes:
 
 
 class WriteOfNodes:
-    """``Write`` of a checkpoint from the memory of several nodes.
+    """A ``Write`` of a checkpoint from the shared memory of several nodes to disk.
 
     Args:
-        memory: the memory that the checkpoint waits in.
-        target: directory on disk.
-        calls: by node, the call that will return the entries of its files.
+        memory: holds the checkpoint.
+        target: checkpoint directory on disk.
+        calls: node -> running call, which returns the manifest entries of the node's files.
     """
 
     def __init__(self, memory: MemoryOfNodes, target: Path, calls: Mapping[str, ray.ObjectRef[Any]]) -> None:
@@ -170,11 +180,21 @@ class WriteOfNodes:
         return not left or any(map(_has_failed, ready))
 
     def wait(self, longest_s: float) -> float:
-        """Wait for all nodes, see ``Write``. The first node that fails ends the others too."""
+        """Wait for all nodes, write the manifest, and return the duration in seconds. If a node fails, the
+        write on the other nodes is aborted.
+
+        Args:
+            longest_s: timeout in seconds.
+
+        Raises:
+            CheckpointError: a node failed or was too slow, or the files on disk do not match the nodes'
+                reports.
+        """
         end = time.monotonic() + longest_s
         pending = dict(self._calls)
         while pending:
-            # Wait for one node at a time, because the first one that fails ends the others.
+            # Return from the wait as soon as one node is done, because a failure must abort the others at
+            # once.
             ready, _ = ray_calls.wait(
                 list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0)
             )
@@ -190,7 +210,7 @@ class WriteOfNodes:
         return time.monotonic() - self._begun
 
     def abort(self) -> None:
-        """End the write on all nodes, see ``Write``."""
+        """Abort the write on all nodes and discard the checkpoint in memory."""
         self._memory.free()
 
     def _entries(self, node: str, call: ray.ObjectRef[Any]) -> dict[str, Entry]:
@@ -214,8 +234,8 @@ class WriteOfNodes:
             files |= entries
         write_manifest(self._target, files)
         fsync_directory(self._target)
-        # Verify the files here, because each node has seen only its own: this shows whether all wrote to one
-        # directory.
+        # Each node has checked only its own files. Verifying all of them on the driver shows whether
+        # ``checkpoint_dir`` is one shared directory.
         problems = verify(self._target, hashes=False)
         if problems:
             where = f"{self._target} differs here from what the nodes have written"
@@ -229,7 +249,7 @@ class WriteOfNodes:
 
 
 def reason_of(error: RayError, node: str) -> str:
-    """Return why a call on a node failed, in one line."""
+    """Return a one-line reason why a call on a node failed."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     if lost_node_name(node) is not None:
@@ -241,8 +261,8 @@ def reason_of(error: RayError, node: str) -> str:
 
 def _actor_on(node: str, checkpoint_dir: Path) -> Any:
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    # Restart an actor that dies, for the next checkpoint. Allow concurrent calls, so that ``free`` also works
-    # during a ``write``, even one that hangs.
+    # Restart an actor that dies, so that it can take the next checkpoint. Several concurrent calls let
+    # ``free`` run during a ``write``, even one that hangs.
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": -1,

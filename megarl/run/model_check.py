@@ -1,6 +1,5 @@
-"""Checks of a model on the driver before any worker starts: that its weights can be converted, and that it
-has the
-data's tokens."""
+"""Checks of the models on the driver, before any worker starts: the weights can be converted and run on the
+backend, and the data contain only tokens that the model has."""
 
 from __future__ import annotations
 
@@ -41,27 +40,27 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(policy: PolicyConfig) -> int:
-    """Require that the configured backend can run the model, and that its weights exist and fit its config.
-    Only headers are read.
+    """Check that the configured backend can run the model, and that its weights exist and match its config.
+    Only the headers of the weight files are read.
 
-    A model with a plain config (``converters.families.plain``) is checked without torch and transformers,
-    whose imports take longer than all other checks; every other model, and every refusal by the torch
-    backends, needs them.
+    A config that ``converters.families.plain`` can read is checked without importing torch and transformers,
+    which would take longer than all other checks. Other configs, and models that the torch backends may
+    reject, need these imports.
 
     Args:
         policy: the ``policy`` section.
 
     Returns:
-        The model's vocabulary size, unpadded.
+        The model's vocabulary size, without padding.
 
     Raises:
-        ConversionError: the model cannot be converted, or its weights do not fit its config.
-        ModelError: its config cannot be read, or does not fit the weights.
-        ConfigError: the model cannot be divided as configured.
+        ConversionError: the model cannot be converted, or its weights do not match its config.
+        ModelError: the config cannot be read or used.
+        ConfigError: the model cannot be divided among the configured ranks.
     """
     directory = locate_source(policy["model_name"])
     size = _check_stored(policy, directory)
-    # This module needs torch, without which a dry run is faster.
+    # Every export copies these files. Check now that they can be copied.
     from converters.checkpoint.artifacts import artifacts
 
     # Every export has copies of these files: refuse now what could not be copied then.
@@ -80,11 +79,11 @@ def _check_stored(policy: PolicyConfig, directory: Path) -> int:
 
 
 def _check_adapter(policy: PolicyConfig) -> None:
-    """Refuse an adapter that does not fit its model, or that contains embeddings of the base and was trained
-    next to others.
+    """Check that an adapter matches its base model.
 
     Raises:
-        ConversionError: with everything that does not fit.
+        ConversionError: it does not match, or stores base weights that differ from the model's; the error
+            lists all faults.
     """
     from converters.adapters.adapted_source import AdaptedSource
     from megarl.models.engine.model_weights import open_weights
@@ -102,11 +101,11 @@ def _check_adapter(policy: PolicyConfig) -> None:
 
 
 def check_model_on_disk(policy: PolicyConfig) -> None:
-    """Check a model as ``check_model`` does, without the network. A directory is checked in full, unless it
-    holds no weights at all; otherwise ``config.json`` is, if it is on this disk or known.
+    """Run the checks of ``check_model`` that need no network. A local directory with weights is checked in
+    full. For other models only ``config.json`` is checked, if it is on this disk or shipped with megarl.
 
     Raises:
-        ConversionError, ModelError, ConfigError: as ``check_model``.
+        ConversionError, ModelError, ConfigError: as in ``check_model``.
     """
     name = policy["model_name"]
     directory = Path(name).expanduser()
@@ -124,22 +123,23 @@ def check_model_on_disk(policy: PolicyConfig) -> None:
 
 
 def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check the other models of a run as ``check_model`` does. They read the policy's tokens, so each must
-    have them under the same ids.
+    """Check the run's models other than the policy. They read the policy's token ids, so their vocabularies
+    must assign the same ids.
 
     Args:
-        config: of a checked run.
-        tokenizer: of the policy.
+        config: checked configuration of a run.
+        tokenizer: the policy's tokenizer.
 
     Raises:
-        ConversionError, ConfigError: as ``check_model``.
-        ModelError: as ``check_model``, or a model has another vocabulary.
+        ConversionError, ConfigError: as in ``check_model``.
+        ModelError: as in ``check_model``, or a model has another vocabulary.
     """
     for path, kind in model_sections(config).items():
         section = at(config, path)
         with _named(path):
             vocab_size = check_model(section)
-        # Check these facts now, because those of a model that had to be fetched were not known before.
+        # A model that had to be downloaded was unknown when the configuration was checked, so repeat that
+        # check.
         facts = list(map(facts_of_policy, (config[POLICY], section)))
         for fault in backbone_is_that_of_the_policy(path, kind, section["model_name"], *facts):
             raise ConfigError([fault])
@@ -147,17 +147,20 @@ def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def conflicting_tokens(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a description of the tokens that have another id in the model's own tokenizer than in
-    ``policy.tokenizer``; None if there are none, or the model has no tokenizer. Tokens that the model's
-    tokenizer lacks are no conflict, because their rows may be free."""
+    """Return a description of the tokens to which ``policy.tokenizer`` and the model's own tokenizer assign
+    different ids; None if there are none or the model has no tokenizer.
+
+    Tokens that the model's tokenizer lacks are allowed, because the embedding may have free rows for them.
+    """
     if policy["tokenizer"]["name"] == policy["model_name"]:
         return None
     try:
-        # The template is of no interest, but one that is absent would be logged.
+        # Set the template to None, because a missing one would be logged.
         own = get_tokenizer(
             {"name": policy["model_name"], "chat_template": None}, policy["trust_remote_code"]
         ).get_vocab()
-    # The model's own tokenizer may be why another one is named, and tokenizers raises bare exceptions.
+    # The model's own tokenizer may be broken, which can be the reason for naming another one. The tokenizers
+    # package raises bare exceptions.
     except Exception:
         return None
     known = tokenizer.get_vocab()
@@ -173,12 +176,13 @@ def conflicting_tokens(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def _of_other_ids(known: Mapping[str, int], others: Mapping[str, int]) -> list[tuple[int, str]]:
-    """Return the ids and tokens of a vocabulary that have another id in another one, or none, by id."""
+    """Return (id, token) pairs of ``known`` that have another id in ``others`` or are missing there, sorted
+    by id."""
     return sorted((index, token) for token, index in known.items() if others.get(token) != index)
 
 
 def check_models_on_disk(config: RunConfig) -> None:
-    """Check all models of a checked run as ``check_model_on_disk`` does, with the same errors."""
+    """Run ``check_model_on_disk`` for all models of a checked run; errors as there."""
     check_model_on_disk(config[POLICY])
     for path in model_sections(config):
         with _named(path):
@@ -187,7 +191,7 @@ def check_models_on_disk(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Make errors of a model inside the block name its section at ``path`` instead of ``policy``."""
+    """Rewrite errors raised in the block so that they name the section at ``path`` instead of ``policy``."""
     try:
         yield
     except ConfigError as error:
@@ -210,12 +214,21 @@ def _check_vocabulary(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Refuse a model that would read other tokens than the policy wrote.
+    """Check that a model assigns the policy's tokens the same ids, so that it reads the text that the policy
+    wrote.
 
-    A model brings its own tokenizer. If it has none, only the number of its tokens is compared.
+    The vocabulary is taken from the model's own tokenizer. If it has none, only the vocabulary size is
+    checked.
+
+    Args:
+        policy: the ``policy`` section.
+        section: the model's section.
+        path: dotted key of that section, for messages.
+        vocab_size: number of token ids of the model.
+        tokenizer: the policy's tokenizer.
 
     Raises:
-        ModelError: it has another vocabulary.
+        ModelError: the vocabularies differ.
     """
     known = tokenizer.get_vocab()
     fix = f"give {path}.model_name a model with the tokens of policy.tokenizer"
@@ -224,8 +237,8 @@ def _check_vocabulary(
             f"{path}.model_name = {section['model_name']!r}: its token ids are in [0, "
             f"{vocab_size}), and the policy's tokenizer has {max(known.values())}. Fix: {fix}"
         )
-    # By default a section has the policy's tokenizer, which does not show the tokens that the section's model
-    # knows.
+    # A section inherits the policy's tokenizer by default. That is not evidence for the model's tokens, so
+    # read the tokenizer next to the model's weights.
     names_its_own = section["tokenizer"] != policy["tokenizer"]
     own = section["tokenizer"] if names_its_own else {"name": section["model_name"]}
     if own == {"name": policy["model_name"]}:
@@ -252,8 +265,8 @@ def _check_vocabulary(
 
 
 def _plain_file(path: Path) -> Architecture | None:
-    """Read a ``config.json`` that is plain; return None for any other. A file that cannot be read is refused
-    by transformers."""
+    """Read a ``config.json`` without transformers; return None if its format is not supported or it cannot be
+    read. Transformers then reports the error."""
     try:
         return read_plain(read_json_object(path))
     except (FileNotFoundError, ConversionError):
@@ -264,8 +277,7 @@ def _read_config(policy: PolicyConfig, place: str | Path, **options: Any) -> Any
     try:
         return read_hf_config(place, trust_remote_code=policy["trust_remote_code"], **options)
     except Exception as error:
-        # Model code, the checks of a config's fields and the file system raise errors of many unrelated
-        # classes.
+        # The model's own code, config validation and the file system raise many unrelated classes.
         raise ModelError(
             f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: "
             f"{type(error).__name__}: {error}. Fix: give the directory of a complete Hugging Face "
@@ -280,13 +292,13 @@ def _check(
     read: Callable[[], Any],
     source: HuggingFaceSource | None,
 ) -> int:
-    """Check a model and return its vocabulary size; without a source only the config is checked.
+    """Check a model, and return its vocabulary size.
 
     Args:
         policy: the ``policy`` section.
-        plain: architecture of a plain config.
-        read: reads the config with transformers; called if ``plain`` is not enough.
-        source: the weights.
+        plain: the architecture, if the config was read without transformers.
+        read: reads the config with transformers; called only if ``plain`` is not enough.
+        source: the weights; None checks only the config.
     """
     if scores(policy):
         return _check_scoring(policy, read(), source)
@@ -297,16 +309,16 @@ def _check(
         _check_for_torch(policy, config, source)
         return int(config.get_text_config().vocab_size)
     architecture = plain or _architecture_of(policy, read())
-    # Call it only for its refusals, because the workers make their own settings.
+    # The workers compute their own settings. Call this only to raise the errors early.
     megatron_settings(architecture)
     if source is not None:
-        # Do not compare tied weights, which would have to be read. The worker that holds them compares them.
+        # Comparing tied weights would read them. The worker that loads them does it.
         check_headers(source, as_stored(architecture, source.names()))
     return architecture.vocab_size
 
 
 def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
-    """Return the architecture as Megatron's workers read it; notes on the config for the user are logged."""
+    """Return the architecture that the Megatron workers will use; log notes on the config for the user."""
     ignored = policy["megatron_cfg"].get("ignore_config_keys") or ()
     architecture = read_architecture(config, ignored)
     for note in config_notes(config, ignored):
@@ -317,8 +329,8 @@ def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
 def _runs_on_torch(
     policy: PolicyConfig, architecture: Architecture, source: HuggingFaceSource | None
 ) -> bool:
-    """Return whether a model certainly runs on the torch backends, because its tensors and plan are defined
-    here. Any other model has to be built to be checked."""
+    """Return whether the torch backends can certainly run a model: its tensors and parallel plan are defined
+    in this code base. False means unknown; the model has to be built to find out."""
     settings = policy.get("dtensor_cfg")
     own_plan = settings and settings["enabled"] and settings["custom_parallel_plan"] is not None
     if architecture.family not in HAND_WRITTEN_PLANS or architecture.head is not None or own_plan:
@@ -332,11 +344,11 @@ def _runs_on_torch(
 
 
 def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource | None) -> int:
-    """Return the vocabulary size of a model that scores."""
+    """Check a reward or value model, and return its vocabulary size."""
     from megarl.models.engine.scoring import scoring_config, scoring_source
 
     config = scoring_config(config)
-    # Only names and shapes are read, for which any seed of a new head suffices.
+    # Any seed will do for a new head, because only names and shapes are read.
     weights = None if source is None else scoring_source(HuggingFaceSource(source.directory), config, seed=0)
     if enabled_backend(policy) != "megatron":
         _check_for_torch(policy, config, weights)
@@ -349,7 +361,8 @@ def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource 
 
 
 def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSource | None) -> None:
-    """Refuse a model that the workers of the torch backends would refuse, by building it without memory."""
+    """Build a model on the meta device to raise the errors that the workers of the torch backends would
+    raise."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied
 
@@ -368,8 +381,7 @@ def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSourc
 
 
 def tokens_of_pictures(policy: PolicyConfig) -> frozenset[int]:
-    """Return the tokens that stand for pictures, of a model that has a vision tower and whose config is on
-    this disk."""
+    """Return the image token ids of a vision model whose config is on this disk; empty for other models."""
     file = config_file(policy["model_name"])
     content = {} if file is None else read_json_object(file)
     found = map(content.get, TOKENS) if "vision_config" in content else ()
@@ -383,18 +395,18 @@ def check_tokens(
     with_answers: bool,
     pictures: Collection[int] = (),
 ) -> None:
-    """Refuse data with tokens that the model does not have, or that do not stand for text.
+    """Check that all tokens of a data set are in the model's vocabulary and are text tokens.
 
     Args:
-        dataset: tokenized.
-        tokenizer: tokenizer of the data; its padding token goes through the model too.
-        vocab_size: token ids are in [0, vocab_size).
-        with_answers: True when the answers are part of the model's input.
-        pictures: ``tokens_of_pictures``.
+        dataset: tokenized records.
+        tokenizer: tokenizer of the data; its padding token is checked too.
+        vocab_size: number of token ids of the model.
+        with_answers: the answers are part of the model's input.
+        pictures: image token ids, from ``tokens_of_pictures``.
 
     Raises:
         ModelError: the padding token is out of range.
-        DataError: a record's token is out of range, or stands for a picture; names the first such record.
+        DataError: a token is out of range or an image token; names the first such record.
     """
     _refuse_pictures(dataset, tokenizer, with_answers, pictures)
     fix = "give policy.tokenizer.name the tokenizer that belongs to policy.model_name"
@@ -404,7 +416,7 @@ def check_tokens(
             f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model are in [0, "
             f"{vocab_size}). Fix: {fix}"
         )
-    # The largest token is known without reading the examples, which are read only to name one.
+    # The largest token id is cached, so records are read only to name one in the error.
     if dataset.examples.largest_token(with_answers) < vocab_size:
         return
     for example in dataset.examples:

@@ -1,7 +1,7 @@
-"""Checks of this machine against a configuration, made before a run creates or starts anything.
+"""Checks of this machine before a run creates or starts anything: packages, GPUs, directories, limits,
+network.
 
-A valid configuration may still not run here, because a package, a GPU, a directory or the network is missing.
-Each check yields its findings, so that one list names everything at once.
+Each check yields its findings instead of raising, so that the user gets one complete list.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ from megarl.run.start import engine_of
 
 Config = Mapping[str, Any]
 
-# These are the seconds for one check of a network host, which may be behind slow proxies.
+# Timeout in seconds of one network check; proxies may be slow.
 _LOOK_S = 10.0
 
-# The smallest run writes at most this number of bytes, with a margin.
+# Free disk space to require even if the size of the model is unknown; a smallest run writes less.
 _LEAST_FREE = 64 << 20
 
-# One process needs this number of open files. A worker of a small run on the CPU had 136.
+# Open files that a process needs. A worker of a small CPU run had 136.
 _LEAST_FILES = 256
 
 _THREADS_OF_RAY, _THREADS_OF_RANK = 200, 80
-"""Threads of the driver and a local Ray (185), and of one worker (79), as counted in a run of two ranks on
-two cores."""
+"""Threads to assume for the driver with a local Ray (measured: 185), and for each worker (measured: 79, on
+two cores)."""
 
-# Switches of the configuration need these packages, which are also the names of megarl's extras.
+# Switch -> package that it needs. The packages' names are also the names of megarl's extras.
 _PACKAGES = {f"logger.{name}_enabled": name for name in ("wandb", "tensorboard", "mlflow", "trackio")}
 
 
 _DOCTOR = "megarl doctor says how to install it"
-# Each entry gives a key of ``megatron_cfg`` and its value, the package that the value needs, how to install
-# it, and the value to use instead.
+# Entries: key of ``megatron_cfg``, value, package that this value needs, how to install it, value to use
+# instead.
 _PACKAGES_OF_MEGATRON = (
     ("transformer_engine", True, "transformer-engine", _DOCTOR, "auto"),
     ("moe_permute_fusion", True, "transformer-engine", _DOCTOR, "false"),
@@ -86,14 +86,14 @@ _PACKAGES_OF_MEGATRON = (
 
 
 def require_this_machine(config: RunConfig, *, trains: bool = True) -> None:
-    """Refuse a run that this machine cannot do, before anything of it is created.
+    """Check that this machine can do the run, before anything is created.
 
     Args:
-        config: checked, with its defaults.
+        config: checked configuration with its defaults.
         trains: False for an evaluation, which needs less.
 
     Raises:
-        MachineError: names all findings.
+        MachineError: lists everything that is missing.
     """
     found = findings(config, trains=trains)
     if found:
@@ -101,15 +101,16 @@ def require_this_machine(config: RunConfig, *, trains: bool = True) -> None:
 
 
 def findings(config: RunConfig, *, trains: bool = True) -> list[Violation]:
-    """Return everything that this machine lacks. Arguments as in ``require_this_machine``."""
+    """Return everything that this machine lacks for a run; arguments as in ``require_this_machine``."""
     return [finding for check in (CHECKS if trains else CHECKS_OF_EVALUATION) for finding in check(config)]
 
 
 def require_files_of_models(found: Sequence[Violation]) -> None:
-    """Refuse to read data without a tokenizer, which would be requested repeatedly for a minute.
+    """Raise if a model or tokenizer is among the findings. Reading the data would otherwise retry the
+    download for a minute.
 
     Raises:
-        MachineError: a model or tokenizer is among the findings.
+        MachineError: a model or tokenizer is not available.
     """
     absent = [finding for finding in found if finding.key.endswith((".model_name", ".tokenizer.name"))]
     if absent:
@@ -117,7 +118,7 @@ def require_files_of_models(found: Sequence[Violation]) -> None:
 
 
 def print_findings(found: Sequence[Violation], console: Console) -> None:
-    """Print at the end of a dry run the reasons why a real run would be refused on this machine."""
+    """Print, at the end of a dry run, why a real run would be rejected on this machine."""
     if found:
         console.print(
             f"not on this machine ({len(found)}); a run here would be refused:",
@@ -128,8 +129,8 @@ def print_findings(found: Sequence[Violation], console: Console) -> None:
 
 
 def missing_engine(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation if the rollout engine, or a package that Megatron-Core needs for this configuration,
-    is not installed."""
+    """Yield a violation if the package of the rollout engine, or one that the Megatron settings need, is not
+    installed."""
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
     if kind is not None and package is not None:
@@ -156,7 +157,7 @@ def missing_engine(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_sinks(config: RunConfig) -> Iterator[Violation]:
-    """Yield packages of enabled metric sinks that are not installed."""
+    """Yield enabled metric sinks whose package is not installed."""
     for key, package in _PACKAGES.items():
         if at(config, key) and not _can_be_imported(package):
             fix = f"pip install '{env.DISTRIBUTION}[{package}]', or write {key}=false"
@@ -164,15 +165,15 @@ def missing_sinks(config: RunConfig) -> Iterator[Violation]:
 
 
 def _can_be_imported(package: str) -> bool:
-    """Return whether a package can be imported, from any distribution. A plain directory with its name (W&B
-    makes one) does not count."""
+    """Return whether a package can be imported. A plain directory of that name, such as ``wandb/``, does not
+    count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
 def absent_devices(config: RunConfig) -> Iterator[Violation]:
-    """Yield the GPUs or worker slots that a local Ray would lack. A running cluster reports its own
-    resources."""
+    """Yield a violation if this machine has too few GPUs or CPU slots for the run. Skipped if ``RAY_ADDRESS``
+    names a running cluster, which reports its own resources."""
     if _ray_address() is not None:
         return
     nodes, ranks = training_shape(View(config))
@@ -206,8 +207,8 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
 
 
 def unusable_rewards(config: RunConfig) -> Iterator[Violation]:
-    """Yield a user's rewards and environments that cannot be imported or called, and programs that cannot be
-    sandboxed."""
+    """Yield custom rewards and environments that cannot be imported or called, and rewards whose sandbox is
+    not available."""
     for key, section in environments_of(config.get("env") or {}).items():
         try:
             if is_import_path(section.get("environment", "")):
@@ -230,7 +231,7 @@ def missing_data(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_ledger(config: RunConfig) -> Iterator[Violation]:
-    """Yield a replay whose directory does not belong to a run with a ledger."""
+    """Yield a violation if the directory to replay contains no ledger."""
     key = replay_key(config)
     replayed = at(config, key)
     if replayed is not None and not (Path(replayed) / LEDGER).is_dir():
@@ -239,13 +240,13 @@ def missing_ledger(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_adapters(config: RunConfig) -> Iterator[Violation]:
-    """Yield directories from which adapters should continue, but which hold none that can be read."""
+    """Yield ``peft.adapter_path`` values from which no adapter can be read."""
     for path in (POLICY, *model_sections(config)):
         peft = adapters_of(at(config, path))
         start = peft and peft["adapter_path"]
         try:
             if start:
-                # It imports torch, which a run without adapters does not need here.
+                # Import here, because it imports torch, which a run without adapters does not need yet.
                 from converters.adapters.peft_directory import PeftDirectory
 
                 PeftDirectory(Path(start).expanduser())
@@ -255,9 +256,8 @@ def missing_adapters(config: RunConfig) -> Iterator[Violation]:
 
 
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
-    """Yield directories of the run that cannot be written, or whose file system has no room for the run's
-    files."""
-    # Report once what cannot be created or written, and once each file system without room.
+    """Yield directories of the run that cannot be written, and file systems with too little free space."""
+    # Report each unwritable directory once, and each full file system once.
     reported = set[str]()
     on_device: dict[int, list[tuple[str, Path, int]]] = {}
     for key, (place, size) in _places_of_run(config).items():
@@ -272,8 +272,8 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
 
 
 def fault_of_directory(place: Path) -> tuple[str, str] | None:
-    """Return why files cannot be written into a directory, which need not exist yet, and the fix; None if
-    they can."""
+    """Return why files cannot be written to a directory, and the fix; None if they can. The directory need
+    not exist yet."""
     try:
         nearest = nearest_directory(place)
     except OSError as error:
@@ -285,10 +285,9 @@ def fault_of_directory(place: Path) -> tuple[str, str] | None:
 
 
 def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
-    """Return the directories of a run by their keys, each with the bytes that it holds at the end of
-    the run."""
+    """Return key -> (directory, bytes it will contain at the end of the run)."""
     facts, section = facts_of_policy(config[POLICY]), config["checkpointing"]
-    # The bytes that the run needs without checkpoints are those of the export.
+    # Without checkpoints, only the export remains.
     exported = 0 if facts is None else disk_bytes(put(config, "checkpointing.enabled", False), facts)
     places = {"run_dir": (Path(config["run_dir"]).absolute(), exported)}
     if section["enabled"]:
@@ -304,7 +303,7 @@ def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> I
     places = {path for _, path, _ in together}
     roots = [path for _, path, _ in together if places.isdisjoint(path.parents)]
     needed = max(sum(size for _, _, size in together) - sum(map(tree_bytes, roots)), _LEAST_FREE)
-    # Some file systems on object storage report a total size of 0 bytes.
+    # Some file systems on object storage report a size of 0 bytes.
     if usage.total and usage.free < needed:
         bound = (
             f"{size_text(usage.free)} are free there, and the run writes {size_text(needed)} of "
@@ -319,7 +318,7 @@ def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> I
 
 
 def unreadable_key(config: RunConfig) -> Iterator[Violation]:
-    """Yield the file of a signing key that is missing or unusable."""
+    """Yield a violation if the signing key file is missing or invalid."""
     try:
         read_signing_key(config["checkpointing"]["signing_key_file"])
     except ConfigError as error:
@@ -327,11 +326,11 @@ def unreadable_key(config: RunConfig) -> Iterator[Violation]:
 
 
 def dead_cluster(config: RunConfig) -> Iterator[Violation]:
-    """Yield a Ray cluster that ``RAY_ADDRESS`` names and that does not reply."""
+    """Yield a violation if the Ray cluster at ``RAY_ADDRESS`` does not accept connections."""
     address = _ray_address()
     if address is None or address == "auto":
         return
-    # Add a scheme, because urlsplit parses HOST:PORT as a scheme and a path, and finds no host.
+    # Without a scheme, ``urlsplit`` reads HOST:PORT as a scheme and a path.
     place = urlsplit(address if "://" in address else f"ray://{address}")
     try:
         socket.create_connection((place.hostname or "", place.port or 6379), timeout=_LOOK_S).close()
@@ -343,8 +342,8 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
 
 
 def low_limits(config: RunConfig) -> Iterator[Violation]:
-    """Yield limits on processes and open files that are too low for a local Ray with the run's workers."""
-    # Read the hard limit, to which Ray raises the soft limit when it starts.
+    """Yield limits on processes and open files that are too low for a local Ray with this run's workers."""
+    # Ray raises the soft limit to the hard limit at its start.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         yield Violation(
@@ -360,8 +359,8 @@ def low_limits(config: RunConfig) -> Iterator[Violation]:
 
 
 def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
-    """Yield name, value and use of each limit on processes and threads that applies to this user or
-    container."""
+    """Yield (name, limit, current use) of each limit on processes and threads that applies to this
+    process."""
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     # This limit does not apply to root.
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
@@ -371,7 +370,7 @@ def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
             if _is_ours(process):
                 used += process.info["num_threads"] or 0
         yield "ulimit -u", soft, used
-    # A container sees its own group here. The root group of a host has no pids.max, and thus no limit.
+    # In a container this is its own control group. On a host it is the root group, which has no ``pids.max``.
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "pids.max").read_text().strip()
@@ -386,13 +385,13 @@ def _is_ours(process: psutil.Process) -> bool:
     return uids is not None and uids.real == os.getuid()
 
 
-# The name of every file that a tokenizer of transformers is read from contains one of these.
+# Every tokenizer file that transformers reads has one of these words in its name.
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm", "bpe", "dict.txt")
 
 
 def unreachable_models(config: RunConfig) -> Iterator[Violation]:
-    """Yield models and tokenizers of the hub that are not on this disk and that the hub does not deliver; one
-    request each, all in parallel."""
+    """Yield models and tokenizers that are neither on this disk nor available from the hub. Sends one request
+    each, in parallel."""
     names: dict[str, str] = {}
     for path in (POLICY, *model_sections(config)):
         section = at(config, path)
@@ -400,7 +399,7 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
             name = at(section, key)
             if isinstance(name, str):
                 names.setdefault(name, f"{path}.{key}")
-    # Start all checks before waiting for the first one, so that their waiting times overlap.
+    # Start all requests before waiting for the first.
     looks = [_HubLook(key, name) for name, key in names.items() if _is_of_hub(name)]
     end = time.monotonic() + _LOOK_S
     for look in looks:
@@ -414,7 +413,8 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
-    """Yield a directory without a tokenizer, from which transformers would build one that knows no token."""
+    """Yield a violation if the tokenizer directory has no tokenizer files. Transformers would build an empty
+    tokenizer from it."""
     name = config[POLICY]["tokenizer"]["name"]
     directory = Path(name).expanduser()
     if directory.is_dir() and not any(
@@ -425,23 +425,22 @@ def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
 
 
 def _is_of_hub(name: str) -> bool:
-    """Return whether a name has to be looked up on the hub: it is not a path, and its weights or at least its
-    config are not in the cache."""
+    """Return whether a name must be requested from the hub: it is not a path, and its config is not in the
+    cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    # The name of a model on the hub is MODEL or OWNER/MODEL.
+    # A hub id is MODEL or OWNER/MODEL.
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return False
     try:
         return not isinstance(try_to_load_from_cache(name, "config.json"), str)
-    # No model on the hub can have this name.
+    # The name is not a valid hub id; the request reports that.
     except ValueError:
         return True
 
 
 class _HubLook(threading.Thread):
-    """One request for a model to the hub, in a daemon thread, because a name server may not reply for
-    long."""
+    """One request for a model to the hub. It runs in a daemon thread, because DNS may block for long."""
 
     def __init__(self, key: str, model: str) -> None:
         super().__init__(name=f"look for {model}", daemon=True)
@@ -460,7 +459,7 @@ class _HubLook(threading.Thread):
         )
 
         try:
-            # Send a HEAD request, which the hub refuses for the same reasons as a download.
+            # A HEAD request is rejected for the same reasons as a download.
             get_hf_file_metadata(hf_hub_url(self.model, "config.json"), timeout=_LOOK_S)
             self.fault = None
         except GatedRepoError:
@@ -476,7 +475,7 @@ class _HubLook(threading.Thread):
             self.fault = "the hub has it without a config.json"
         except OfflineModeIsEnabled:
             self.fault = "it is not on this disk, and HF_HUB_OFFLINE forbids asking the hub"
-        # The client raises errors of its HTTP library, all of which mean the same here.
+        # Errors of the HTTP library all mean that the hub cannot be reached.
         except Exception as error:
             self.fault = (
                 f"it is not on this disk, and the hub cannot be reached ({type(error).__name__}: {error})"
@@ -489,7 +488,7 @@ def _ray_address() -> str | None:
 
 
 def _visible_gpus() -> int:
-    """Return the number of GPUs that a Ray started here would find."""
+    """Return the number of GPUs that a local Ray would find."""
     chosen = env.text("CUDA_VISIBLE_DEVICES")
     present = nvml.count_devices()
     if chosen is None:

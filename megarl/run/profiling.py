@@ -1,4 +1,4 @@
-"""Profiles of selected steps: workers are called to begin and to end recording."""
+"""Profile selected steps with Nsight Systems or torch's profiler."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "profiles"
-"""Directory of the traces, below the run's directory."""
+"""Name of the directory for torch's traces, inside the run directory."""
 
 
 class StepProfiler:
-    """Opens and closes the capture range of the CUDA profiler, which Nsight Systems waits for, and torch's
-    profiler on some ranks.
+    """Starts and stops the profilers around the configured steps: the CUDA capture range, which Nsight
+    Systems waits for, and torch's profiler on selected ranks.
 
     Args:
-        policy: its workers record.
-        section: a checked ``profiler`` section with its defaults.
-        directory: directory of torch's traces.
+        policy: model whose workers are profiled.
+        section: checked ``profiler`` section with its defaults.
+        directory: directory for torch's traces.
     """
 
     def __init__(self, policy: Policy, section: ProfilerConfig, directory: Path) -> None:
-        # range(0) is empty, so that nothing is recorded if no steps are given.
+        # With no steps configured, ``range(0)`` is empty and nothing is recorded.
         self._steps = range(*(section["steps"] or (0,)))
         self._policy, self._directory = policy, directory
         self._ranks: Sequence[int] = section["torch_ranks"]
         self._begun: int | None = None
 
     def begin(self, step: int) -> None:
-        """Start recording if this is the first step of the range, or the first that remains after a
-        resume."""
+        """Start recording at the first step of the range. After a resume inside the range, start at the first
+        step that is left."""
         if self._begun is not None or step not in self._steps:
             return
         self._policy.start_gpu_profiling()
@@ -47,12 +47,16 @@ class StepProfiler:
         self._begun = step
 
     def end(self, step: int) -> None:
-        """Stop recording, if this was the last step of the range."""
+        """Stop recording after the last step of the range."""
         if step + 1 not in self._steps:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Stop recording after ``step``, if recording is in progress."""
+        """Stop recording if it is in progress.
+
+        Args:
+            step: last recorded step; it names the directory of the traces.
+        """
         if self._begun is None:
             return
         first, self._begun = self._begun, None
@@ -63,7 +67,7 @@ class StepProfiler:
 
 
 def tell_worker_groups(section: ProfilerConfig) -> None:
-    """Let this process's worker groups know which of them run under Nsight Systems."""
+    """Set the environment variables from which worker groups learn which workers run under Nsight Systems."""
     if section["nsys_workers"] is not None:
         steps = ":".join(map(str, section["steps"] or ()))
         env.set_variables(

@@ -1,10 +1,7 @@
-"""Restarts within a launch: after workers were lost, all of them are rebuilt, and continue from the newest
-complete
-checkpoint.
+"""Restart all workers within a launch after some were lost, from the newest complete checkpoint.
 
-The other workers cannot replace the state of a lost one: their collectives are broken, and their step is half
-done. So all of them end, their resources are free again, and the run does in its process what its next launch
-would do.
+A single lost worker cannot be replaced: the collectives of the others are broken, and their step is
+incomplete. So all workers end, and the launch rebuilds them in the same process.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLURM_RESTARTS = 3
-"""Default of ``cluster.max_restarts`` in a Slurm job, which nobody watches."""
+"""Default of ``cluster.max_restarts`` in a Slurm job, where no user is present to restart the run."""
 
 _LOOK_S = 5.0
-# In a Slurm job, bundles of a lost node are waited for only this long: they do not come back there, while a
-# requeued job gets other nodes.
+# In a Slurm job, wait for lost bundles only this long. A lost node does not return to the job, but a requeued
+# job gets another node.
 _IN_A_JOB_S = 60.0
 
 
@@ -43,22 +40,26 @@ def most_restarts(cluster: ClusterConfig) -> int:
 
 
 def patience_for_places(init_s: float) -> float:
-    """Return the seconds to wait for bundles, out of those that building all workers may take."""
+    """Return how many seconds to wait until the cluster has bundles for all workers again.
+
+    Args:
+        init_s: seconds that building all workers may take; an upper bound.
+    """
     return min(init_s, _IN_A_JOB_S) if env.text("SLURM_JOB_ID") else init_s
 
 
 @dataclass
 class Restarts:
-    """Restarts of one launch: whether another one is allowed, and their number so far.
+    """Counts the restarts of one launch, and decides whether another one is allowed.
 
     Attributes:
-        most: maximum restarts of all workers.
-        stop: whether a stop of the run is requested, for which no new workers are needed.
-        outcome: keeps a record of the restarts.
-        workers: restarts of all workers so far.
-        engines: restarts of only the engines so far.
-        built: the current workers were built, so that one that does not reply in time hangs, and is not
-            absent.
+        most: maximum number of restarts of all workers.
+        stop: request to stop the run; while it is set, workers are not restarted.
+        outcome: record of the launch, to which restarts are added.
+        workers: number of restarts of all workers so far.
+        engines: number of restarts of only the engines so far.
+        built: whether the current workers were built. A deadline that passes afterwards means that a worker
+            hangs; before, bundles may be missing.
     """
 
     most: int
@@ -69,17 +70,16 @@ class Restarts:
     built: bool = field(default=False, init=False)
 
     def require(self, error: MegarlError) -> None:
-        """Count a restart of all workers.
+        """Count a restart of all workers, or re-raise the error if they must not be restarted.
 
         Args:
-            error: the error that ended the current workers, which are gone.
+            error: the error that ended the current workers.
 
         Raises:
-            MegarlError: ``error`` itself, if no worker was lost or hangs, a stop of the run is requested, or
-                there were ``most`` restarts.
+            MegarlError: ``error`` itself, if it is not the loss or hang of a worker, a stop is requested, or
+                ``most`` restarts have been made.
         """
-        # The run had these bundles, and they existed before it was rebuilt: the loss of a node has removed
-        # them.
+        # Bundles that existed before a restart and are missing now were lost with a node.
         lost_places = isinstance(error, ResourceInsufficientError) and self.workers > 0
         lost = (
             isinstance(error, WorkerLostError)
@@ -88,12 +88,12 @@ class Restarts:
         )
         if not lost or self.stop.reason is not None or self.workers >= self.most:
             raise error
-        # Reset ``built``: a deadline that passes from now on may mean that bundles are missing.
+        # Until the new workers are built, a missed deadline may mean that bundles are missing.
         self.workers, self.built = self.workers + 1, False
         logger.warning("workers were lost, restart %d of at most %d: %s", self.workers, self.most, error)
 
     def engines_lost(self, error: MegarlError) -> None:
-        """Count a restart of only the engines."""
+        """Count and record a restart of only the engines."""
         self.engines += 1
         self.outcome.restarted(ENGINES, error)
 
@@ -102,7 +102,7 @@ class Restarts:
         self.outcome.restarted(WORKERS, error, step)
 
     def figures(self) -> dict[str, float]:
-        """Return the counts for the log, without those that are 0."""
+        """Return the restart counts as metrics; counts of 0 are omitted."""
         counts = {"worker_restarts": self.workers, "engine_restarts": self.engines}
         return {name: float(count) for name, count in counts.items() if count}
 
@@ -113,13 +113,13 @@ def await_places(
     """Wait until the cluster has bundles for all workers again.
 
     Args:
-        check: raises ``ResourceInsufficientError`` if it has not.
+        check: raises ``ResourceInsufficientError`` while bundles are missing.
         seconds: maximum wait.
-        error: the reason for rebuilding the workers.
-        wait: waits for some seconds.
+        error: the error for which the workers are rebuilt.
+        wait: sleeps for the given seconds.
 
     Raises:
-        MegarlError: ``error``, if the bundles did not become available.
+        MegarlError: ``error``, if bundles are still missing after ``seconds``.
     """
     end, told = time.monotonic() + seconds, False
     while True:

@@ -1,4 +1,4 @@
-"""Resume: the contents of a run's checkpoint, how it is written, and where a resumed run continues."""
+"""Write the checkpoints of a run, and find the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WEIGHTS, OPTIMIZER, TOKENIZER = "weights", "optimizer", "tokenizer"
-"""Subdirectories of a role's directory in a checkpoint."""
+"""Subdirectories of each role's directory in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class ResumePoint:
     """Starting point of a run.
 
     Attributes:
-        step: finished steps, 0 for a fresh run.
+        step: number of finished steps; 0 for a fresh run.
         sampler_state: for ``ResumableSampler.load_state``; None for a fresh run.
-        checkpoint: the checkpoint that the run continues from; None for a fresh run.
+        checkpoint: checkpoint to load; None for a fresh run.
     """
 
     step: int = 0
@@ -57,11 +57,12 @@ class ResumePoint:
     checkpoint: Path | None = None
 
     def weights_path(self, role: Role) -> Path | None:
-        """Return the weights of a role's model; None for the weights that it is built with."""
+        """Return the directory of a role's weights in the checkpoint; None if the configured model is
+        loaded."""
         return self._path(role, WEIGHTS)
 
     def optimizer_path(self, role: Role) -> Path | None:
-        """Return the optimizer state of a role's model; None for a fresh one."""
+        """Return the directory of a role's optimizer state in the checkpoint; None for a new optimizer."""
         return self._path(role, OPTIMIZER)
 
     def _path(self, role: Role, part: str) -> Path | None:
@@ -73,16 +74,15 @@ class ResumePoint:
 
 
 def find_resume_point(manager: CheckpointManager | None, resume: str) -> ResumePoint:
-    """Return the latest valid checkpoint, or the start of training.
+    """Return the newest valid checkpoint as a starting point, or the start of training if there is none.
 
     Args:
         manager: finds checkpoints; None for a run without.
-        resume: ``"auto"``, or ``"never"`` for the start of training.
+        resume: ``"auto"``, or ``"never"`` to start over.
 
     Raises:
-        UnusableCheckpointError: there are checkpoints, but none can be used.
-        CheckpointError: ``resume`` is "never", but there is a checkpoint that a later launch would resume
-            from.
+        UnusableCheckpointError: there are checkpoints, but none is valid.
+        CheckpointError: ``resume`` is "never" but a checkpoint exists.
     """
     path, damaged = (None, {}) if manager is None else manager.latest_and_damaged()
     if manager is None or path is None:
@@ -90,7 +90,7 @@ def find_resume_point(manager: CheckpointManager | None, resume: str) -> ResumeP
             raise UnusableCheckpointError(_none_can_be_used(damaged))
         return ResumePoint()
     if resume == "never":
-        # Refuse this: the next automatic resume of this run would continue from that checkpoint.
+        # The next launch with ``auto`` would silently continue from that old checkpoint.
         raise CheckpointError(
             f"checkpointing.resume = 'never', but {path} exists, and a later launch would resume from it. "
             "Fix: choose another run_dir, remove the old checkpoints, or resume with 'auto'"
@@ -116,13 +116,12 @@ def _none_can_be_used(damaged: Mapping[Path, Sequence[str]]) -> str:
 
 
 def report_changes(start: ResumePoint, config: RunConfig) -> None:
-    """Compare the configuration with that of the checkpoint that a run continues from, and log the
-    differences.
+    """Compare the configuration with the one stored in the checkpoint, and log the differences.
 
     Raises:
-        ConfigError: a change would have no effect, or is not accepted (``checkpointing.accept_changes``).
-        UnusableCheckpointError: the checkpoint's configuration is damaged.
-        StorageError: the checkpoint's configuration cannot be read now.
+        ConfigError: a change would have no effect, or needs ``checkpointing.accept_changes``.
+        UnusableCheckpointError: the stored configuration is damaged.
+        StorageError: the storage failed; the stored configuration may be intact.
     """
     if start.checkpoint is None or not is_file(start.checkpoint / CONFIG_NAME):
         return
@@ -134,10 +133,9 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
             f"{path} cannot be read: {error}. Fix: resume from another one"
         ) from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
-    # Earlier versions kept the ~ at the beginning of paths.
+    # Earlier versions stored paths with ``~``.
     before = without_tildes(before) if isinstance(before, dict) else before
-    # Redact both configurations: the stored one has its secrets hidden, and each secret would appear to have
-    # changed.
+    # Secrets are stored redacted, so redact both sides. Otherwise each secret would appear to have changed.
     for key, (old, new) in check_changes(
         redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]
     ).items():
@@ -148,12 +146,12 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInFlight:
-    """A checkpoint that is being written while training continues.
+    """A checkpoint that is being written to disk while training continues.
 
     Attributes:
-        step: finished steps.
-        path: its temporary directory.
-        write: writes its files there.
+        step: number of finished steps.
+        path: temporary directory of the checkpoint.
+        write: the running write.
     """
 
     step: int
@@ -163,14 +161,15 @@ class CheckpointInFlight:
 
 @dataclass(frozen=True, slots=True)
 class UncommittedCheckpoint:
-    """A checkpoint that lacks only its name and the metrics of the step's validation.
+    """A checkpoint that is saved, but still has its temporary name because its step's validation metrics are
+    missing.
 
     Attributes:
-        step: finished steps.
-        path: its temporary directory.
-        info: of the checkpoint, without these metrics.
-        memory: memory that it waits in; None if it is in ``path``.
-        is_last: as for ``CheckpointWriter.saving``.
+        step: number of finished steps.
+        path: temporary directory of the checkpoint.
+        info: contents of ``training_info.json`` so far.
+        memory: memory that contains the model files; None if they are in ``path``.
+        is_last: see ``CheckpointWriter.saving``.
     """
 
     step: int
@@ -185,25 +184,25 @@ class CheckpointWriter:
     """Writes the checkpoints of a run.
 
     Attributes:
-        manager: names, commits and prunes them.
-        models: by role; each writes its weights, optimizer state and tokenizer into the role's directory.
+        manager: names, commits and prunes checkpoints.
+        models: role -> model, which writes weights, optimizer state and tokenizer to the role's directory.
         save_period: steps between checkpoints.
-        run_config: stored in every checkpoint.
-        committed: called with the step of every checkpoint that another launch would continue from.
-        before_commit: called when a checkpoint lacks only its name.
-        most_failed: number of failed saves in a row that ends the run.
-        estimated_bytes: estimated size of a checkpoint, used before there is one.
-        memory: checkpoints wait there while training continues and another process writes them, at most one
-            at a time; None: training waits.
-        longest_s: maximum seconds for a checkpoint once it is waited for.
-        beside: writes the other contents of a checkpoint into its directory.
-        turns: loads each model onto the devices, if several share them.
-        in_flight: the checkpoint that is being written.
-        uncommitted: the checkpoint that waits for metrics of its validation.
-        seconds: duration of the last one.
-        failed: steps whose checkpoints could not be written, since the last one that could.
-        metric_notes: state of ``require_metric``: whether a step has had the metric (``_HAD``), and whether
-            its absence was logged (``_TOLD``).
+        run_config: configuration to store in every checkpoint.
+        committed: called with the step of each committed checkpoint.
+        before_commit: called before a complete checkpoint is renamed to its final name.
+        most_failed: number of consecutive failed saves that ends the run.
+        estimated_bytes: estimated size of a checkpoint, used until one has been written.
+        memory: for asynchronous saves: models write there, and another process copies the files to disk. None
+            for synchronous saves.
+        longest_s: timeout in seconds when the run waits for an asynchronous write.
+        beside: writes further files, such as the algorithm's state, to the checkpoint directory.
+        turns: loads a model onto the devices before it saves, if models share devices.
+        in_flight: the checkpoint that is being written, if any.
+        uncommitted: the checkpoint that waits for validation metrics, if any.
+        seconds: duration of the last asynchronous write, as a list of one.
+        failed: steps of the consecutive failed saves.
+        metric_notes: state of ``require_metric``: whether a step has had the metric (``_HAD``), and whether a
+            missing metric was logged (``_TOLD``).
     """
 
     manager: CheckpointManager
@@ -225,22 +224,23 @@ class CheckpointWriter:
     metric_notes: set[str] = field(default_factory=set)
 
     def due(self, step: int, last_step: int) -> bool:
-        """Return whether a checkpoint follows this step; one always follows the last step."""
+        """Return whether a checkpoint is written after this step: every ``save_period`` steps and after the
+        last."""
         return step == last_step or step % self.save_period == 0
 
     def require_metric(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a ``checkpointing.metric_name`` that the run does not have, before a checkpoint would be
-        ranked by it.
+        """Check that ``checkpointing.metric_name`` is a metric of the run, before checkpoints are ranked by
+        it.
 
-        A metric that an earlier step had, or that is absent from a validation with responses that could not
-        be scored, is not a wrong name: the checkpoint of such a step has no value, and is the best one only
-        if no other has a value. That is logged once.
+        A missing metric is not an error if an earlier step had it, or if the validation could not score some
+        responses. Such a checkpoint has no value, and ranks below all that have one. This is logged once.
 
         Args:
-            metrics: of a step that was taken, and of a validation; each has only its own names.
+            metrics: metrics of a training step, a validation, or both, with prefixes. ``metric_name`` is
+                checked only if its kind is present.
 
         Raises:
-            ConfigError: with the most similar names.
+            ConfigError: the metric does not exist; names the most similar ones.
         """
         name, known = self.manager.metric_name, _ranking_metrics(metrics)
         of_validation = name is not None and name.startswith(_OF_VALIDATION)
@@ -277,8 +277,8 @@ class CheckpointWriter:
         )
 
     def _some_checkpoint_has_it(self) -> bool:
-        """Return whether any checkpoint has the metric; True also if the storage fails, which is no reason to
-        end a run."""
+        """Return whether any checkpoint has the metric. Returns True on a storage error, which must not end
+        the run."""
         try:
             return self.manager.has_metric()
         except StorageError as error:
@@ -295,27 +295,25 @@ class CheckpointWriter:
         *,
         is_validated: bool = True,
     ) -> Iterator[None]:
-        """Write a checkpoint, run the block, then make the checkpoint visible.
+        """Save a checkpoint, run the block, then commit the checkpoint.
 
-        So the block's results (the log of the step) exist before anyone can resume after the step, and never
-        without the checkpoint.
-
-        A checkpoint that cannot be written is removed, with a warning, and the run continues with the earlier
-        ones.
+        The block logs the step. So the log exists before a launch can resume after the step, and a save that
+        is interrupted leaves no checkpoint without a log. If a save fails, its files are removed, a warning
+        is logged, and the run continues.
 
         Args:
-            step: finished steps.
-            sampler_state: position in the data.
-            metrics: of the step.
-            is_last: called if the checkpoint could not be written: whether no other one follows, so that
-                continuing would lose the step.
-            is_validated: False if metrics are still missing: ``complete`` makes it visible then.
+            step: number of finished steps.
+            sampler_state: position in the training data.
+            metrics: metrics of the step, for the ranking of checkpoints.
+            is_last: called when the save fails; returns whether no other save follows, so that the step would
+                be lost.
+            is_validated: False if validation metrics are still missing; ``complete`` then commits the
+                checkpoint.
 
         Raises:
-            CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could
-                not.
+            CheckpointError: the save failed, and it was the last one or the ``most_failed``-th in a row.
         """
-        # Write one checkpoint at a time, because the memory that the previous one waits in is needed again.
+        # The previous checkpoint occupies the memory that this one needs, so wait for its write.
         self.settle(wait=True)
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
         failure: CheckpointError | OSError | None = None
@@ -324,19 +322,17 @@ class CheckpointWriter:
         try:
             path = begun = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
             self.beside(begun)
-            # Write the last checkpoint to disk directly: the run waits for it in any case, and memory would
-            # be a detour.
+            # The run waits for the last checkpoint in any case, so write it directly to disk.
             memory = None if self.memory is None or is_last() else self._left_in(self.memory)
             if memory is None:
                 self._write_models(lambda role: begun)
         except DeadlineError:
-            # Re-raise it: a DeadlineError is an OSError, but comes from workers that hang and could not run
-            # the next step either.
+            # A DeadlineError is an OSError, but its workers hang and could not train the next step either.
             raise
         except (CheckpointError, OSError) as error:
             failure = error
             self._discard(path)
-        # Yield outside of the try statement: an error in the caller's block is not a failed checkpoint.
+        # Yield outside of ``try``, because an error in the caller's block is not a failed save.
         yield
         if failure is not None or path is None:
             self._settled(step, failure, is_last)
@@ -346,10 +342,11 @@ class CheckpointWriter:
             self.complete({})
 
     def complete(self, figures: Mapping[str, float]) -> None:
-        """Make the checkpoint that waits for the metrics of its validation visible, if there is one.
+        """Commit the checkpoint that waits for validation metrics, if there is one. With asynchronous saves,
+        start its write to disk instead.
 
         Args:
-            figures: of the validation, for the ranking.
+            figures: validation metrics, for the ranking of checkpoints.
 
         Raises:
             CheckpointError: as in ``saving``.
@@ -357,7 +354,7 @@ class CheckpointWriter:
         if not self.uncommitted:
             return
         current, failure = self.uncommitted.pop(), None
-        # The samples of its steps have to be on disk before anybody can resume from this checkpoint.
+        # The samples of the checkpoint's steps must be on disk before a launch can resume from it.
         self.before_commit()
         try:
             if figures:
@@ -374,11 +371,11 @@ class CheckpointWriter:
         self._settled(current.step, failure, current.is_last)
 
     def settle(self, *, wait: bool = False, is_last: Callable[[], bool] = lambda: False) -> None:
-        """Make the checkpoint that was written meanwhile visible, if there is one and its write has ended.
+        """Commit the checkpoint that was written in the background, if its write has ended.
 
         Args:
-            wait: wait until the write has ended.
-            is_last: as for ``saving``.
+            wait: wait for the end of the write.
+            is_last: as in ``saving``.
 
         Raises:
             CheckpointError: as in ``saving``.
@@ -388,8 +385,7 @@ class CheckpointWriter:
         current, failure = self.in_flight.pop(), None
         try:
             self.seconds[0] = current.write.wait(self.longest_s)
-            # The process that wrote the checkpoint has flushed its files and made its manifest
-            # (``Write.wait``).
+            # The writing process has flushed the files and written the manifest already (``Write.wait``).
             self.manager.finalize_checkpoint(current.path, is_sealed=True)
         except (CheckpointError, OSError) as error:
             failure = error
@@ -399,12 +395,16 @@ class CheckpointWriter:
     def leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait at the end of a run, as the exit of an ``ExitStack``, for the checkpoint that is being
-        written, even if an error ends the run; discard it if the run must end at once. A checkpoint that
-        waits for metrics is removed: a run resumed from it would never log them."""
+        """Finish background work at the end of a run; the signature is that of an ``ExitStack`` exit
+        callback.
+
+        A background write is awaited, even if the run fails with an error. An interrupt, such as
+        ``SystemExit``, aborts it. A checkpoint that waits for validation metrics is removed, because a run
+        resumed from it would never log them.
+        """
         if self.uncommitted:
             self._discard(self.uncommitted.pop().path)
-        # An interrupt ends the run at once, while after an error there is time to finish the write.
+        # After an error there is time to finish the write, but an interrupt must end the run at once.
         if self.in_flight and not (error is None or isinstance(error, Exception)):
             current = self.in_flight.pop()
             current.write.abort()
@@ -415,13 +415,13 @@ class CheckpointWriter:
         except CheckpointError as lost:
             logger.error("the checkpoint that was being written is lost: %s", lost)
         if self.memory is not None:
-            # A save that was interrupted before its write began may have left memory.
+            # Free the memory of a save that was interrupted before its write began.
             self.memory.free()
 
     def _settled(
         self, step: int, failure: CheckpointError | OSError | None, is_last: Callable[[], bool]
     ) -> None:
-        """Count a checkpoint that was written, or that failed."""
+        """Record a save as committed or failed."""
         if failure is not None:
             self._note_failure(step, failure, is_last())
             return
@@ -429,7 +429,7 @@ class CheckpointWriter:
         self.committed(step)
 
     def _discard(self, path: Path | None) -> None:
-        """Remove the files of a checkpoint, on disk and in memory."""
+        """Delete the files of a failed checkpoint on disk and in memory."""
         if self.memory is not None:
             self.memory.free()
         if path is not None and path.exists():
@@ -439,15 +439,14 @@ class CheckpointWriter:
         return self.manager.bytes_of_latest() or self.estimated_bytes
 
     def _left_in(self, memory: CheckpointMemory) -> CheckpointMemory | None:
-        """Return the memory after all models have written there; None if it has no room for them, as was
-        known before or turned out meanwhile."""
+        """Save all models to memory and return it; return None if there is too little memory."""
         if not memory.take(self._needed_bytes()):
             return None
         try:
             self._write_models(lambda role: memory.directories(role.name))
             memory.hold()
         except DeadlineError:
-            # Re-raise it, as in ``saving``: workers that hang cannot write to disk either.
+            # Workers that hang cannot write to disk either.
             raise
         except (CheckpointError, OSError) as error:
             logger.warning("a checkpoint cannot wait in memory and is written to the disk at once: %s", error)
@@ -456,7 +455,11 @@ class CheckpointWriter:
         return memory
 
     def _write_models(self, directories: Callable[[Role], Path | list[Path]]) -> None:
-        """Have all models write below a directory, or each rank below its own."""
+        """Save each role's model.
+
+        Args:
+            directories: returns a role's base directory, or one base directory per rank.
+        """
         for role, model in self.models.items():
             if role.directory is not None:
                 self.turns.bring(role)
@@ -468,10 +471,10 @@ class CheckpointWriter:
                 )
 
     def _note_failure(self, step: int, failure: CheckpointError | OSError, is_last: bool) -> None:
-        """Warn of a checkpoint that could not be written.
+        """Log a failed save.
 
         Raises:
-            CheckpointError: the run must not continue without it.
+            CheckpointError: it was the last save or one failure too many.
         """
         self.failed.append(step)
         directory = self.manager.checkpoint_dir
@@ -504,7 +507,7 @@ class CheckpointWriter:
 
 
 def _below(places: Path | list[Path], *parts: str) -> str | list[str]:
-    """Return a path below a directory, or below each directory of a list."""
+    """Join parts to a directory, or to each directory of a list."""
     return (
         [str(place.joinpath(*parts)) for place in places]
         if isinstance(places, list)
@@ -518,8 +521,7 @@ _HAD, _TOLD = "had", "told"
 
 
 def _ranking_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the step's metrics, those of a validation also as ``val_loss``, ``val_accuracy``, which
-    ``metric_name`` may name."""
+    """Return the metrics, with those of a validation also as ``val_NAME``, which ``metric_name`` accepts."""
     short = {
         f"val_{name.removeprefix('validation/')}": value
         for name, value in metrics.items()

@@ -1,5 +1,5 @@
-"""One complete run, from a configuration to trained weights: build the parts, train, and leave nothing
-running."""
+"""Run a configuration from start to end: build the parts, train, restart lost workers, and leave no process
+behind."""
 
 from __future__ import annotations
 
@@ -94,40 +94,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PolicyFactory = Callable[..., "Policy"]
-"""Builds the model of a role as ``start_policy`` does, and pushes its shutdown onto the stack."""
+"""Builds a role's model like ``start_policy``, and pushes its shutdown onto the stack."""
 
 CHECKPOINTS = "checkpoints"
 EXPORT_DIRECTORY = "hf"
 NOT_SAVED = 1
 _FROZEN_BY_PYTHON = 10_000
-"""Maximum number of objects that Python itself freezes: 3.12 freezes some hundred at its start, and the
-imports of a run create some hundred thousand."""
-# With Python's own threshold, a step of 1,024 responses ran the garbage collector 450 times, which took 3 to
-# 11 ms of the 100 ms that the driver spends on such a step.
+"""Upper bound of the objects that Python itself freezes at its start (Python 3.12: some hundred). A run's
+imports create some hundred thousand objects, so a larger count means that the caller has frozen them."""
+# With Python's default threshold, the collector ran 450 times in a step of 1,024 responses, and took 3 to 11
+# ms of the driver's 100 ms.
 _OBJECTS_A_COLLECTION = 50_000
-"""New container objects between two runs of the garbage collector."""
+"""Number of new container objects that triggers a garbage collection."""
 
 
 def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
-    """Train a configuration, from the run's latest checkpoint if it has one.
+    """Train a configuration, or resume the run in its directory, and return the exit code.
 
-    Writes into ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``,
-    ``checkpoints/step_N`` and, with ``checkpointing.export_hf``, ``hf/step_N``. The workers are gone
-    afterwards, however it ends. A requested stop (``megarl.run.stopping``) ends it after the current step,
-    with a checkpoint. Up to ``cluster.max_restarts`` times, lost workers are replaced by new ones, which
-    continue from the newest checkpoint.
+    Writes to ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``,
+    ``checkpoints/step_N`` and, with ``checkpointing.export_hf``, ``hf/step_N``. All workers have ended when
+    this returns or raises. A stop request (``megarl.run.stopping``) ends the run after the current step, with
+    a checkpoint. Up to ``cluster.max_restarts`` times, lost workers are rebuilt from the newest checkpoint.
 
     Args:
-        config: plain containers; checked, and absent optional keys filled in.
-        make_policy: builds the models; None for real policies on Ray.
-        stop_at: unix seconds of this launch's end; None for that of its Slurm job, if any.
+        config: the configuration as plain containers.
+        make_policy: builds the models; None builds real ones on Ray.
+        stop_at: time at which this launch must have ended (unix seconds); None: end of the Slurm job, if any.
 
     Returns:
-        0 for a finished run, 75 for a stopped one that continues, 130 after Ctrl-C, 1 without checkpoints.
+        0: finished; 75: stopped, can be resumed; 130: Ctrl-C; 1: stopped without checkpoints.
 
     Raises:
-        MegarlError: a fault of configuration, data or model, before any worker starts; or of a worker.
-        ConversionError: the model cannot be converted; before any worker starts, too.
+        MegarlError: invalid configuration, data or model (before any worker starts), or a failed worker.
+        ConversionError: the model cannot be converted (before any worker starts).
     """
     forget_objects()
     config = validate_config(config)
@@ -136,16 +135,18 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         with phase("machine checked"):
             require_this_machine(config)
     with ExitStack() as stack:
-        # Undone after the lock is released: it removes the directory with the lock's file.
+        # Enter this before the lock, because its cleanup deletes the lock's file and must run after the
+        # release.
         stack.enter_context(_left_as_it_was(run_dir))
-        # Lock the directory before anything is written there, because another launch may be running.
+        # Another launch may be using the directory, so lock it before writing anything.
         lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
         config = with_own_run_resumed(config, run_dir)
-        # Do this before inputs are read: a template with a clock gets today's date if none is stored.
+        # Set the stored date before reading the inputs, because a template that prints the date would get
+        # today's.
         keep_template_date(config, kept_configs(config, run_dir))
         stack.enter_context(recorded_start(run_dir))
         if make_policy is None:
@@ -154,14 +155,14 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         with phase("checkpoints looked for", is_told=False):
             start = find_resume_point(manager, config["checkpointing"]["resume"])
-        # Do this before the earlier launch's file is overwritten: a refused launch leaves it alone.
+        # Check this before overwriting the earlier launch's file, which must stay if this launch is rejected.
         report_changes(start, config)
         with _written("run_dir", run_dir):
             _write_config(run_dir, config)
         schedule = _schedule(config, len(inputs.train))
         sampler = _sampler(config, inputs.train, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
-        # Enter this inside the record of the launch, which then gets the intended code.
+        # Nested inside the record of the launch, which then sees the intended exit code.
         stack.enter_context(stop.keeping_exit_code())
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
         # Decide the device once: after the loss of a node, auto could select another one.
@@ -193,28 +194,28 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
                 await_places(
                     lambda: check_places(placed), patience_for_places(config["deadlines"]["init_s"]), error
                 )
-                # A new manager removes what the lost workers left unfinished.
+                # The constructor removes the unfinished files of the lost workers.
                 manager = None if manager is None else CheckpointManager(config["checkpointing"], lock=lock)
                 start = _point_of_restart(manager, config["checkpointing"]["resume"])
                 restarts.workers_lost(error, start.step)
-            # The old sampler is ahead of the checkpoint by the lost steps.
+            # The old sampler has advanced beyond the checkpoint.
             sampler = _sampler(config, inputs.train, start)
 
 
 @contextlib.contextmanager
 def _left_as_it_was(run_dir: Path) -> Iterator[None]:
-    """Remove the lock's file and the directories that this launch has created if it is refused before it has
-    written a configuration there."""
+    """Remove the lock file and the directories that this launch has created, if the launch fails before it
+    writes its configuration."""
     made = list(itertools.takewhile(lambda place: not place.exists(), (run_dir, *run_dir.parents)))
     had_lock = (run_dir / LOCK_NAME).exists()
     try:
         yield
     except BaseException:
         if not had_lock and not (run_dir / CONFIG_FILE).exists():
-            # Another launch may hold the lock by now, or take it at this moment.
+            # Delete the file only while holding the lock, because another launch may take it at this moment.
             with contextlib.suppress(OSError, StateError), RunLock(run_dir) as lock:
                 lock.path.unlink()
-            # A directory that contains somebody else's files stays.
+            # ``rmdir`` fails if the directory contains other files, which must stay.
             with contextlib.suppress(OSError):
                 for place in made:
                     place.rmdir()
@@ -223,13 +224,13 @@ def _left_as_it_was(run_dir: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """The part of a launch that stays when workers are rebuilt.
+    """Parts of a launch that survive a restart of the workers.
 
     Attributes:
-        config: of the run.
-        placed: the same with the device decided.
-        run_dir, lock, memory, inputs, schedule, attempt, restarts: of this launch.
-        sinks: of this launch too, so that rows that wait for a full disk outlive the workers.
+        config: configuration of the run.
+        placed: the same configuration, with ``cluster.device`` resolved.
+        run_dir, lock, memory, inputs, schedule, attempt, restarts: see ``run``.
+        sinks: kept across restarts, because rows may be waiting for a full disk.
         make_policy: builds the models.
     """
 
@@ -246,15 +247,15 @@ class _Launch:
     make_policy: PolicyFactory
 
     def look_around(self) -> None:
-        """Check after each step, before anything is written, that the run directory still exists and that
-        shared memory has room; raise otherwise."""
+        """Check after each step, before anything is written, that the run directory exists and shared memory
+        is not full; raise otherwise."""
         self.memory.look()
         self.lock.require_place()
 
 
 def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: CheckpointManager | None) -> int:
-    """Build all workers, train from a starting point, and return the exit code. However it ends, the workers
-    are gone afterwards."""
+    """Build the workers, train from a starting point, and return the exit code. All workers have ended when
+    this returns or raises."""
     config, run_dir, inputs, schedule, restarts = (
         launch.config,
         launch.run_dir,
@@ -264,8 +265,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
     )
     with ExitStack() as stack:
         reporting = _open_reporting(launch, start, stack)
-        # Set these variables before the workers are built, because their runtime environment follows from
-        # them.
+        # Workers copy their environment from these variables when they are built.
         tell_worker_groups(config["profiler"])
         models = start_models(launch.placed, inputs.tokenizer, start, stack, launch.make_policy)
         policy, turns = models[ACTOR], Turns(models)
@@ -297,15 +297,16 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             schedule.total_steps,
         )
         algorithm = cast("type[Algorithm]", algorithm_class(config["algorithm"]))(parts)
-        # Close the algorithm before the models and engines, which its threads may still call.
+        # Registered after models and engines, so closed before them: the algorithm's threads may still call
+        # them.
         stack.callback(algorithm.close)
         if start.checkpoint is not None:
             algorithm.load(start.checkpoint)
         memory = None if manager is None else _checkpoint_memory(launch, manager, models, stack)
         writer = _writer(manager, models, turns, config, launch.attempt, samples, memory, algorithm.save)
         if writer is not None:
-            # This callback runs before the models and their memory are removed, whose callbacks are on the
-            # stack already.
+            # Registered last, so it waits for a background write before the models and their memory are
+            # removed.
             stack.push(writer.leave)
 
         stack.enter_context(_seldom_collected())
@@ -319,14 +320,14 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         if reached < schedule.total_steps:
             restarts.outcome.text = f"stopped after step {reached}: {stop.reason}"
             return _stopped(reached, stop, reporting.console, writer is not None)
-        # Discard a request that came with the last step: the file of a launcher would stop the next start.
+        # A stop request during the last step must not stop the next launch.
         stop.forget_files()
         reporting.console.stop_bar()
         if config["checkpointing"]["export_hf"]:
-            # Take the larger number: max_num_steps may now be lower than the step of the checkpoint that the
-            # run resumed from.
+            # ``max_num_steps`` may have been lowered below the step of the checkpoint that the run resumed
+            # from.
             path = run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}"
-            # If models share the devices, the last step may have left another model's parameters there.
+            # If models share devices, another model may be loaded after the last step.
             turns.bring(ACTOR)
             _export(policy, path, reporting.console, has_trained=reached > start.step)
         reporting.console.finish()
@@ -336,13 +337,13 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
 
 @contextlib.contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """Make the garbage collector run rarely inside the block, and ignore the objects that exist already."""
-    # A step creates some hundred thousand objects, most of which are freed by its end without the collector.
-    # With Python's own threshold the collector would search them for cycles hundreds of times.
+    """Run the garbage collector rarely inside the block, and exclude the objects that exist already."""
+    # A step creates some hundred thousand objects, most of which are freed by reference counting. The default
+    # threshold would scan them hundreds of times per step.
     thresholds = gc.get_threshold()
     gc.set_threshold(max(_OBJECTS_A_COLLECTION, thresholds[0]), *thresholds[1:])
-    # Freeze the existing objects, which stay until the end: a collection over all of torch and transformers
-    # takes longer than a step of the driver. If a caller has frozen more than Python itself does, keep that.
+    # The objects of torch and transformers stay until the end, and scanning them takes longer than the
+    # driver's part of a step. If the caller has frozen objects, leave them frozen.
     freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON
     if freezes:
         gc.freeze()
@@ -357,18 +358,18 @@ def _seldom_collected() -> Iterator[None]:
 def _checkpoint_memory(
     launch: _Launch, manager: CheckpointManager, models: Mapping[Role, Policy], stack: ExitStack
 ) -> CheckpointMemory | None:
-    """Return the memory that checkpoints wait in while training continues; None if training waits."""
+    """Return the memory for asynchronous saves; None if ``checkpointing.async_save`` is off."""
     if not launch.config["checkpointing"]["async_save"]:
         return None
     if launch.make_policy is not start_policy:
-        # Custom policies need no Ray actors to hold the memory of other nodes.
+        # Custom policies do not run on Ray nodes, so there are no other nodes' ranks.
         return OwnMemory(manager.checkpoint_dir)
     return checkpoint_memory(manager.checkpoint_dir, models, stack)
 
 
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
-    """Return the point from which new workers continue, as the next launch would. A launch that started over
-    finds only its own checkpoints."""
+    """Return the checkpoint from which rebuilt workers continue. With ``resume: never`` only checkpoints of
+    this launch exist, so they are resumed too."""
     if manager is not None and resume == "never" and manager.get_latest_checkpoint_path() is None:
         return ResumePoint()
     return find_resume_point(manager, "auto")
@@ -377,24 +378,24 @@ def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumeP
 def _open_checkpoints(
     section: CheckpointingConfig, lock: RunLock, run_dir: Path, stack: ExitStack
 ) -> CheckpointManager | None:
-    """Return the checkpoints of the run; None if it writes none. Their directory is locked too, because
-    another run may write there."""
+    """Return the checkpoint manager, or None if the run writes no checkpoints. Its directory is locked as
+    well, because another run may use it."""
     if not section["enabled"]:
         return None
     require_own_checkpoints(section, run_dir)
     directory = Path(section["checkpoint_dir"])
-    # If it is run_dir it is locked already, and a second lock would refuse this very process.
+    # If it is ``run_dir``, it is locked already, and a second lock would fail.
     if not (directory.is_dir() and directory.samefile(run_dir)):
         _lock(directory, "checkpointing.checkpoint_dir", stack)
     return CheckpointManager(section, lock=lock)
 
 
 def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
-    """Lock a directory for writing, and create it if it is missing.
+    """Create a directory if it is missing, and lock it for writing.
 
     Raises:
-        ConfigError: it cannot be created or written, or has a named pipe or similar instead of a file, which
-            would block.
+        ConfigError: it cannot be created or written, or contains a named pipe or similar under the name of a
+            file, on which a read would block.
     """
     with _written(key, directory):
         lock = stack.enter_context(RunLock(directory))
@@ -408,11 +409,11 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
 
 @contextlib.contextmanager
 def _written(key: str, directory: Path) -> Iterator[None]:
-    """Raise ConfigError where the block cannot write the first files of a run below a directory."""
+    """Convert an OSError of the block to a ConfigError that names the key of the directory."""
     try:
         yield
     except OSError as error:
-        # Some of megarl's errors are OSErrors as well, and have a better message than their number gives.
+        # Some of megarl's errors are OSErrors too, and their own messages are better.
         if isinstance(error, MegarlError):
             raise
         why = os.strerror(error.errno) if error.errno else str(error)
@@ -431,8 +432,8 @@ def _written(key: str, directory: Path) -> Iterator[None]:
 
 
 def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
-    """``Policy.memory_figures`` of the actor, and what the processes of other models have,
-    ``critic_memory_gib`` and the like."""
+    """Return the actor's memory metrics, and the process memory of the other models with their role's name as
+    a prefix (``critic_memory_gib``)."""
     figures = models[ACTOR].memory_figures()
     for role, model in models.items():
         if role != ACTOR:
@@ -480,7 +481,7 @@ def _writer(
 
 
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
-    """Report why a run ends before its last step, and return its exit code."""
+    """Print why the run stops before its last step, and return the exit code."""
     advice = (
         "start it again to resume from there"
         if has_checkpoints
@@ -494,7 +495,7 @@ def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpo
 
 def _schedule(config: RunConfig, num_records: int) -> Schedule:
     section = own_section(config)
-    # A custom algorithm need not count epochs or validate.
+    # A custom algorithm's section may lack these keys.
     return Schedule(
         total_steps(
             section["max_num_steps"], section.get("max_num_epochs"), num_records, step_size(config)[0]
@@ -513,8 +514,8 @@ def _sampler(config: RunConfig, train: Dataset, start: ResumePoint) -> Sampler:
         sampler = MixtureSampler([source.end - source.start for source in train.sources], weights, *order)
     if start.sampler_state is not None:
         if not (config["checkpointing"]["accept_changes"] and sampler.differs_in(start.sampler_state)):
-            # Load the state without requiring enough records: a run that an earlier version began with fewer
-            # records than a step needs continues as it began.
+            # Do not require a full step of records here: a run that an earlier version started with fewer
+            # must be able to continue.
             sampler.load_state(start.sampler_state)
             return sampler
         logger.warning(
@@ -525,7 +526,7 @@ def _sampler(config: RunConfig, train: Dataset, start: ResumePoint) -> Sampler:
 
 
 def _open_sinks(config: RunConfig, run_dir: Path, stack: ExitStack) -> MetricSinks:
-    """Open the sinks of a launch. A launch that starts over renames the earlier logs."""
+    """Open the metric sinks. With ``resume: never``, earlier logs are renamed and kept."""
     if config["checkpointing"]["resume"] == "never":
         _set_aside(run_dir / METRICS_FILE)
         _set_aside(run_dir / SAMPLES)
@@ -533,14 +534,15 @@ def _open_sinks(config: RunConfig, run_dir: Path, stack: ExitStack) -> MetricSin
 
 
 def _generates(config: RunConfig, schedule: Schedule) -> bool:
-    """Return whether the run samples; a run that replays a ledger and validates nothing does not."""
+    """Return whether the run needs to generate. A run that replays a ledger and never validates does not."""
     validates = schedule.val_period > 0 or schedule.val_at_start or schedule.val_at_end
     return validates or at(config, replay_key(config)) is None
 
 
 def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Reporting:
-    """Return console, timer and sinks, after removing rows that were logged after the checkpoint."""
-    # -1 also removes row 0, because the validation before the first step is repeated.
+    """Create console, timer and sinks. Rows logged after the checkpoint are removed, since their steps are
+    repeated."""
+    # Without a checkpoint, remove row 0 as well: the validation before the first step is repeated.
     launch.sinks.truncate_after(start.step if start.step else -1)
     section = algorithm_class(launch.config["algorithm"]).section()
     console = TrainingConsole(
@@ -558,8 +560,8 @@ def _open_samples(
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
 ) -> SampleLog | None:
-    """Open the log of samples, after removing those of steps that will be repeated; None for a run that keeps
-    none."""
+    """Open the sample log, and remove samples of steps that will be repeated; None if samples are
+    disabled."""
     section = config["logger"]["samples"]
     if not section["enabled"] or not generates(config):
         return None
@@ -571,7 +573,8 @@ def _open_samples(
 
 
 def _throughput(config: RunConfig, policy: Policy) -> StepThroughput:
-    """Return what converts a step's seconds to rates: sizes of the model, devices and their peak."""
+    """Return the throughput calculator, from the model's size, the number of devices and their peak
+    FLOP/s."""
     peaks, own = policy.peak_flops(), generation_shape(View(config))
     training, apart = len(peaks), 0 if own is None else own[0] * own[1]
     devices = Devices(training, apart or training, training + apart, sum(peaks) / training)
@@ -579,12 +582,13 @@ def _throughput(config: RunConfig, policy: Policy) -> StepThroughput:
 
 
 def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: bool) -> None:
-    """Write the weights as a Hugging Face model, unless an earlier launch did and this one has not trained;
-    the unfinished export of a killed launch is removed."""
+    """Export the weights as a Hugging Face model, unless an earlier launch has exported them. Unfinished
+    exports of killed launches are removed."""
     for unfinished in path.parent.glob(".*.partial-*"):
         remove_tree(unfinished)
     if has_trained:
-        # The path may exist from a run that was started over, or that went back to an earlier checkpoint.
+        # The path may contain the export of a run that was started over or went back to an earlier
+        # checkpoint.
         _set_aside(path)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -594,20 +598,21 @@ def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: b
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a directory, or a file that is not empty, with a number, so that nothing is lost."""
+    """Rename a directory or a non-empty file to ``NAME.before-N``, so that it is not overwritten."""
     if path.is_dir() or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.before-{number}{path.suffix}") for number in itertools.count(1))
         rename_surely(path, next(name for name in names if not name.exists()))
 
 
 def _write_config(run_dir: Path, config: RunConfig) -> None:
-    """Write the configuration into the run's directory; paths that follow from that directory still do after
-    it is copied or moved."""
+    """Write ``config.yaml`` to the run directory. The default checkpoint directory is omitted, so that it
+    follows the run directory when that is copied or moved."""
     written = redacted(config)
     if Path(config["checkpointing"]["checkpoint_dir"]).absolute() == run_dir / CHECKPOINTS:
         del written["checkpointing"]["checkpoint_dir"]
     elif Path(config["run_dir"]).is_absolute():
-        # Only a relative run_dir tells which directory the run was started in.
+        # Make the path absolute: it is relative to the directory in which the run was started, which an
+        # absolute ``run_dir`` does not tell.
         written["checkpointing"]["checkpoint_dir"] = os.path.abspath(
             config["checkpointing"]["checkpoint_dir"]
         )

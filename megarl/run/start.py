@@ -1,5 +1,4 @@
-"""Start of a run's parts on Ray: the bundles, the policy on them, and the engines if the policy does not
-generate."""
+"""Start the parts of a run on Ray: placement groups, models, and rollout engines."""
 
 from __future__ import annotations
 
@@ -49,57 +48,55 @@ _DRIVER_IMPORTS = ("transformers.models.auto.tokenization_auto", "megarl.models.
 
 
 def engine_of(config: RunConfig) -> EngineKind | None:
-    """Return the kind of rollout engine of a run, or None if the policy generates itself or nothing is
-    generated.
+    """Return the rollout engine of a run; None if the policy generates itself or the algorithm does not
+    generate.
 
     Raises:
-        ConfigError: there is no such engine.
+        ConfigError: the configured engine does not exist.
     """
     generation = config["policy"]["generation"]
     return kind_of(generation) if generates(config) else None
 
 
-# The start of Ray took these seconds of ``deadlines.init_s``, which are subtracted for the workers that are
-# built next.
+# Seconds that the start of Ray took of ``deadlines.init_s``; the next build of workers gets the rest.
 _ray_start = {"seconds": 0.0}
 
 
 def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = math.inf) -> None:
-    """Start Ray unless it is running already, and import the driver's modules while it starts; closing
-    ``stack`` shuts it down.
+    """Start Ray unless it is running, and import the driver's modules meanwhile.
 
-    Ray's start waits for processes, while importing computes, so both together take as long as the longer
-    one. From then on, this process ends with exit code 4, and its launch with a reason, when Ray's control
-    process or the raylet of its node is gone, stopped or silent, or a call of Ray does not return.
+    Ray's start waits for processes while importing computes, so together they take only as long as the longer
+    one. Afterwards a watchdog ends this process with exit code 4, and records the reason, if Ray's control
+    process or this node's raylet dies or hangs, or if a Ray call does not return.
 
     Args:
-        stack: shuts Ray down.
-        timeout_s: ``deadlines.init_s``, of which the workers get what is left.
-        least_s: ``deadlines.least_s``, within which a lost Ray is noticed.
+        stack: shuts Ray down when it is closed.
+        timeout_s: ``deadlines.init_s``; what Ray does not use is left for the workers.
+        least_s: ``deadlines.least_s``, the time within which the watchdog detects a lost Ray.
 
     Raises:
         ClusterError: Ray does not start.
         DeadlineError: its start hangs.
     """
-    # Load OpenMP before anything imports torch: the library reads the variable only while it is loaded.
+    # OpenMP reads its environment variable only when it is loaded, so load it before torch does.
     _load_openmp()
     import ray
 
     from megarl.distributed.ray_runtime import init_ray, shutdown_ray
     from megarl.distributed.ray_watch import silent_seconds, watch_ray
 
-    # A Ray that somebody else has started is neither watched nor ended here.
+    # A Ray that the caller has started is neither watched nor shut down here.
     if ray.is_initialized():
         _import_for_driver()
         return
     begun = time.monotonic()
     with phase("Ray started" if env.text("RAY_ADDRESS") is None else "Ray joined"):
-        # Start the imports after Ray's own import: two threads that import alternate, which would delay Ray's
-        # processes.
+        # Start the thread only after Ray is imported. Two importing threads would alternate and delay the
+        # start of Ray's processes.
         importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
         importing.start()
         try:
-            # Register the shutdown before the start, which may fail when some of Ray's processes already run.
+            # Register the shutdown first, because a failed start may leave some of Ray's processes running.
             stack.callback(shutdown_ray)
             init_ray(timeout_s=timeout_s, silent_s=silent_seconds(least_s))
             _ray_start["seconds"] = time.monotonic() - begun
@@ -110,39 +107,38 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
 
 
 def _load_openmp() -> None:
-    """Load torch's OpenMP so that its threads sleep while there is nothing to compute.
+    """Load torch's OpenMP library with ``OMP_WAIT_POLICY=PASSIVE``, so that idle threads sleep.
 
-    By default each thread spins on its core for milliseconds after every large operation of torch, which took
-    more of the driver's CPU time than everything else, on cores that ranks of the same node need. The library
-    reads the variable once, while it is loaded; Ray's processes, which inherit the environment, do not get
-    it.
+    By default each thread spins for milliseconds after every large torch operation. That took most of the
+    driver's CPU time, on cores that ranks of the same node need. The variable is set only during loading, so
+    Ray's processes do not inherit it.
     """
     torch = importlib.util.find_spec("torch")
     name = "OMP_WAIT_POLICY"
     with env.variables({name: env.text(name) or "PASSIVE"}), contextlib.suppress(OSError):
-        # torch has its own libgomp, in some builds with a hash in its name.
+        # torch ships its own libgomp; some builds have a hash in its name.
         for library in Path(str(torch and torch.origin)).parent.glob("lib/libgomp*"):
             ctypes.CDLL(str(library))
 
 
 def _import_for_driver() -> None:
     for module in _DRIVER_IMPORTS:
-        # The code that uses the module gets the error again, where it can be reported.
+        # Whoever uses the module gets the error again and reports it.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
 
 
 def uses_gpus(device: str, gpus: float) -> bool:
-    """Return whether the ranks of a run use GPUs. ``auto`` follows ``MEGARL_DEVICE``, and without it uses
-    GPUs if Ray has some.
+    """Return whether the workers use GPUs. With ``auto``, the environment variable ``MEGARL_DEVICE`` decides,
+    and otherwise GPUs are used if Ray has any.
 
     Args:
         device: ``cluster.device``.
-        gpus: of the Ray cluster.
+        gpus: number of GPUs of the Ray cluster.
 
     Raises:
-        ConfigError: ``auto`` would use the CPU although a GPU is expected, in a Slurm job or on a machine
-            with GPUs; or ``MEGARL_DEVICE`` names another device than the configuration.
+        ConfigError: ``auto`` would use the CPU although a GPU is expected (in a Slurm job, or on a machine
+            with GPUs), or ``MEGARL_DEVICE`` contradicts the configuration.
     """
     from megarl.distributed.device import wanted_device
 
@@ -194,19 +190,17 @@ def start_policy(
     *,
     trains: bool = True,
 ) -> Policy:
-    """Reserve bundles for the workers and build the model of a role on them, after starting Ray if none is
-    running; the stack shuts all of it down. A model that does not train has neither an optimizer nor a
-    reference policy.
+    """Build a role's model on Ray workers, after starting Ray if necessary.
 
     Args:
-        config: of the run; the role selects the model's section.
-        tokenizer: of the policy.
-        start: where the run continues.
+        config: configuration of the run.
+        tokenizer: the policy's tokenizer.
+        start: checkpoint to load, if any.
         stack: shuts down what is started here.
-        role: of the model.
-        beside: a model that was started before, whose bundles this one shares; None reserves bundles for all
-            models of the run.
-        trains: False for a policy that is not trained.
+        role: selects the model's section.
+        beside: an earlier model whose placement group this one shares; None creates a placement group with
+            room for all models of the run.
+        trains: False builds the model without optimizer and reference policy.
     """
     start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
     import ray
@@ -214,7 +208,7 @@ def start_policy(
     from megarl.distributed.deadlines import PhaseDeadlines
     from megarl.models.policy.lm_policy import Policy
 
-    # Send modules that a configuration names by file as values, because no worker can import them by name.
+    # Modules that the configuration names by file cannot be imported by workers, so pickle them by value.
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
     if beside is None:
@@ -240,13 +234,13 @@ def start_policy(
             deadlines=PhaseDeadlines.of(config["deadlines"], name),
             check_collectives=config["debug"]["collectives"],
         )
-    # The stack calls this before the cluster's shutdown, which would remove the workers' bundles.
+    # Registered after the cluster, so called before its shutdown removes the placement group.
     stack.callback(policy.shutdown)
     return policy
 
 
 def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
-    """Return a text that names the weights a model starts with, and their bytes if known."""
+    """Return a text that names the weights a model starts with, and their size if known."""
     path = start.weights_path(role)
     files = (
         Path(at(config, role.section)["model_name"]).expanduser().glob("*.safetensors")
@@ -259,8 +253,8 @@ def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
 
 
 def _init_seconds(deadlines: DeadlinesConfig, start: ResumePoint) -> float:
-    """Return the seconds that building the workers may take; a resumed run also reads a checkpoint. Ray's
-    start counts once: not again when workers are rebuilt, nor for a second model."""
+    """Return the timeout in seconds for building the workers. It includes loading a checkpoint. The time that
+    Ray took to start is subtracted once, not again for a second model or rebuilt workers."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
     starting, _ray_start["seconds"] = _ray_start["seconds"], 0.0
     return max(deadlines["init_s"] - starting, 1.0) + reading
@@ -273,14 +267,18 @@ def start_models(
     stack: ExitStack,
     make_policy: Callable[..., Policy],
 ) -> dict[Role, Policy]:
-    """Build the models of all roles of a run that have workers, the actor first, all on its bundles.
+    """Build the models of all roles that have workers, on the actor's placement group.
 
-    With several models, each is offloaded once it is built; ``Turns`` loads it back.
+    With several models, each is offloaded after it is built, because the next one loads its weights on the
+    same devices; ``Turns`` loads them back.
 
     Args:
         config, tokenizer, start, stack: as in ``start_policy``.
-        make_policy: ``start_policy``, or a function with the same signature; if models share a base, its
-            results need ``share_base`` and ``take_base``.
+        make_policy: ``start_policy``, or a function with the same signature. If models share base weights,
+            the policies it returns need ``share_base`` and ``take_base``.
+
+    Returns:
+        Role -> model, the actor first.
     """
     actor, *others = model_roles(config)
     built = make_policy(config, tokenizer, start, stack, actor)
@@ -288,7 +286,7 @@ def start_models(
     sharing = {role for role in others if share_a_base(config["policy"], at(config, role.section))}
     shared = built.share_base() if sharing else []
     for role in others:
-        # Offload this model, because the next one loads its weights on the same devices.
+        # The next model loads its weights on the same devices.
         built.offload_after_refit()
         built = models[role] = make_policy(config, tokenizer, start, stack, role, models[actor])
         if role in sharing:
@@ -303,12 +301,12 @@ def start_models(
 def checkpoint_memory(
     checkpoint_dir: Path, models: Mapping[Role, Policy], stack: ExitStack
 ) -> CheckpointMemory:
-    """Return the memory in which checkpoints wait while training continues: that of this node, or of each
-    node with ranks.
+    """Return the memory for asynchronous saves: of this node if all ranks are on it, else of all nodes with
+    ranks.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
-        models: of the run, as built by ``start_policy``.
+        models: the run's models, built by ``start_policy``.
         stack: shuts down what is started here.
     """
     import ray
@@ -327,7 +325,12 @@ def checkpoint_memory(
 
 
 def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
-    """Return the bundles that a number of models of a run share, not reserved yet."""
+    """Return the virtual cluster of the training ranks; its placement group is not created yet.
+
+    Args:
+        config: configuration of the run.
+        models: number of models that share each GPU.
+    """
     from megarl.distributed import ray_calls
     from megarl.distributed.virtual_cluster import RayVirtualCluster
 
@@ -345,7 +348,8 @@ def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
 
 
 def _engine_cluster(config: RunConfig, use_gpus: bool) -> RayVirtualCluster | None:
-    """Return the bundles of engines on devices of their own, not reserved yet; None if there are none."""
+    """Return the virtual cluster of engines with their own devices; None if engines are colocated or
+    absent."""
     from megarl.distributed.virtual_cluster import RayVirtualCluster
 
     own = generation_shape(View(config)) if engine_of(config) is not None else None
@@ -360,8 +364,7 @@ def _engine_cluster(config: RunConfig, use_gpus: bool) -> RayVirtualCluster | No
 
 
 def watched_memory() -> SharedMemoryWatch:
-    """Return a watch over the object store of the running Ray, if any. An object store that exceeds the room
-    in shared memory is elsewhere, as Ray reports."""
+    """Return a watch on the shared memory that the running Ray's object store uses."""
     import ray
 
     from megarl.distributed import ray_calls
@@ -371,17 +374,16 @@ def watched_memory() -> SharedMemoryWatch:
         return SharedMemoryWatch(0)
     nodes = max(sum(node["Alive"] for node in ray_calls.nodes()), 1)
     store = int(ray_calls.cluster_resources().get("object_store_memory", 0)) // nodes
+    # If the store is larger than the free shared memory, Ray has put it into files elsewhere.
     return SharedMemoryWatch(store if store <= (free_bytes() or 0) else 0)
 
 
 def decided_device(config: RunConfig) -> str:
-    """Return ``cluster.device``, with ``auto`` resolved for the nodes that live now: after a loss of nodes it
-    could resolve differently.
-
-    Return ``auto`` if no Ray is running, so that someone else builds the workers.
+    """Return ``cluster.device`` with ``auto`` resolved to ``cuda`` or ``cpu``. Nodes that are lost later
+    cannot change the result. Without a running Ray, ``auto`` is returned unchanged.
 
     Raises:
-        ConfigError: as ``uses_gpus``.
+        ConfigError: as in ``uses_gpus``.
     """
     import ray
 
@@ -394,11 +396,11 @@ def decided_device(config: RunConfig) -> str:
 
 
 def check_places(config: RunConfig) -> None:
-    """Require, after nodes were lost, that the living ones have bundles for a run's models and engines;
-    passes if no Ray is running.
+    """Check, after nodes were lost, that the remaining nodes have bundles for all models and engines. No-op
+    if Ray is not running.
 
     Raises:
-        ResourceInsufficientError: they have not.
+        ResourceInsufficientError: bundles are missing.
     """
     import ray
 
@@ -411,11 +413,11 @@ def check_places(config: RunConfig) -> None:
 
 
 def start_engines(config: RunConfig, policy: Policy, stack: ExitStack) -> Refit | None:
-    """Start rollout engines on a policy's bundles or on those that the cluster has left; return None if the
-    policy generates itself.
+    """Start the rollout engines, colocated with the policy or on their own devices. Return None if the policy
+    generates itself.
 
-    Engines on the policy's devices start after it was offloaded (``started_on_empty_devices``). The stack
-    shuts the engines down.
+    Colocated engines start while the policy is offloaded (``started_on_empty_devices``). The stack shuts the
+    engines down.
 
     Raises:
         ConfigError: the engine cannot run the model on these devices.

@@ -1,14 +1,10 @@
-"""Requests to stop a run, by signal, by file or by the clock: it finishes its step, saves, and exits with a
-code
-that says "start me again".
+"""Requests to stop a run by signal, file or time limit. The run finishes its step, saves, and exits with a
+code that tells the launcher to start it again.
 
-Ctrl-C is such a request too, with the exit code that shells know; a closing terminal counts like SIGTERM.
-Signals to the driver's group do not reach Ray's processes (``megarl.distributed.ray_processes``).
-
-A launcher that needs more than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there stops
-the
-run too, and the run writes there the step of the last checkpoint that it committed. A signal to a whole Slurm
-job would end Ray's processes, whatever their group; a file reaches only the driver.
+Ctrl-C has an exit code of its own, and a closing terminal acts like SIGTERM. Ray's processes do not receive
+signals to the driver's process group (``megarl.distributed.ray_processes``). A signal to a whole Slurm job
+would reach them, so a launcher can set ``MEGARL_ATTEMPT_DIR`` instead: a file ``stop_requested`` there stops
+the run, and the run writes the step of its last committed checkpoint there.
 """
 
 from __future__ import annotations
@@ -31,35 +27,36 @@ from megarl.run.time_left import TimeLeft
 logger = logging.getLogger(__name__)
 
 STOPPED = 75
-"""Exit code of a run that can continue: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a run that was stopped and can be resumed; EX_TEMPFAIL of sysexits.h."""
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, even if the run was saved: the user does not want another start."""
+"""Exit code after Ctrl-C. It differs from ``STOPPED`` even if the run was saved, so that a launcher does not
+start it again."""
 
 STOP_FILE = "stop_requested"
 LAST_CHECKPOINT_FILE = "last_checkpoint"
-# sbatch --signal=B:USR1@SECONDS sends SIGUSR1, and a terminal that closes sends SIGHUP.
+# ``sbatch --signal=B:USR1@SECONDS`` sends SIGUSR1. A terminal that closes sends SIGHUP.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# A step and a save may take this share of the notice that a launcher gives, before the run warns that the
-# notice may be too short.
+# Warn if a step plus a save takes more than this share of the time between the launcher's stop request and
+# its kill.
 _SAFE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A launcher's settings for this start of the run.
+    """Settings that a launcher has passed to this launch.
 
     Attributes:
-        directory: where launcher and run leave files for one another; None without a launcher.
-        notice_s: seconds between the launcher's request to stop and the end of the machines; None if unknown.
+        directory: directory for files between launcher and run; None without a launcher.
+        notice_s: seconds between the launcher's stop request and the end of the job; None if unknown.
     """
 
     directory: Path | None = None
     notice_s: int | None = None
 
     def checkpoint_committed(self, step: int) -> None:
-        """Tell the launcher that another start would continue after ``step``. A failed write does not end the
-        run."""
+        """Report the newest checkpoint to the launcher, in the file ``last_checkpoint``. A failed write is
+        only logged."""
         if self.directory is None:
             return
         temporary = self.directory / f".{LAST_CHECKPOINT_FILE}.tmp"
@@ -75,8 +72,7 @@ class Attempt:
 
 
 def this_attempt() -> Attempt:
-    """Return the launcher's settings from the environment: ``MEGARL_ATTEMPT_DIR`` and
-    ``MEGARL_STOP_NOTICE_S``."""
+    """Read the launcher's settings from ``MEGARL_ATTEMPT_DIR`` and ``MEGARL_STOP_NOTICE_S``."""
     directory = env.text("MEGARL_ATTEMPT_DIR")
     return Attempt(
         None if directory is None else Path(directory), env.integer("MEGARL_STOP_NOTICE_S", 0) or None
@@ -84,29 +80,29 @@ def this_attempt() -> Attempt:
 
 
 class StopRequest:
-    """Requests to stop the run, from any source. The loop checks for one between steps; a signal outside of
-    the loop ends the run at once."""
+    """The state of stop requests from signals, files and the time limit. The training loop reads it between
+    steps; a signal outside of the loop ends the run at once."""
 
     def __init__(
         self, files: Sequence[Path] = (), notice_s: int | None = None, time_left: TimeLeft | None = None
     ) -> None:
         """Args:
-        files: each is a request once it exists.
-        notice_s: seconds that a launcher leaves between its request and the end.
-        time_left: of this launch; a request once another step does not fit into it.
-        """
+        files: a stop is requested when one of these files exists.
+        notice_s: seconds between a launcher's stop request and the end of the job.
+        time_left: the launch's time limit; it requests a stop when another step does not fit."""
         self._files = tuple(files)
         self._notice_s = notice_s
         self._time_left = time_left
         self._signal: signal.Signals | None = None
         self._looping = False
         self._ended_with: int | None = None
-        # Look for terminals now: once a terminal is closed, its descriptor no longer shows that it was one.
+        # After a terminal is closed, ``isatty`` returns False for its descriptor, so look now.
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     @property
     def reason(self) -> str | None:
-        """Source of the request, for example ``"SIGUSR1"`` or the path of a file; None without a request."""
+        """Source of the request: a signal's name, a file's path, or a text about the time limit. None without
+        a request."""
         if self._signal is not None:
             return self._signal.name
         file = next((str(path) for path in self._files if path.exists()), None)
@@ -114,13 +110,13 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a run that was stopped by this request and saved."""
+        """Exit code of a run that was stopped and saved."""
         return INTERRUPTED if self._signal is signal.SIGINT else STOPPED
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer the first signal inside the block: it only sets the request, which the block checks. A second
-        signal ends the run at once."""
+        """Inside the block, let the first signal only set the request. A second signal ends the run at
+        once."""
         self._looping = True
         try:
             yield
@@ -129,8 +125,8 @@ class StopRequest:
 
     @contextmanager
     def keeping_exit_code(self) -> Iterator[None]:
-        """Keep the intended exit code of whatever ends the block at once. Inside a call of Ray it would be 1,
-        whatever was raised."""
+        """Restore the exit code of a ``SystemExit`` that a signal raised. If the signal arrives inside a Ray
+        call, Ray changes the code to 1."""
         try:
             yield
         except SystemExit as error:
@@ -139,13 +135,13 @@ class StopRequest:
             raise SystemExit(self._ended_with) from None
 
     def step_took(self, seconds: float) -> None:
-        """Record the seconds of a step, with everything that belongs to it except its checkpoint."""
+        """Record the duration of a step in seconds, including its validation but not its checkpoint."""
         if self._time_left is not None:
             self._time_left.took(step_s=seconds)
 
     def save_took(self, step_s: float, save_s: float) -> None:
-        """Record the seconds of a step and of its save. Warn once if both hardly fit between a launcher's
-        request and the end."""
+        """Record the durations of a step and its save in seconds. Warn once if both hardly fit between a
+        launcher's stop request and the end of the job."""
         if self._time_left is not None:
             self._time_left.took(save_s=save_s)
         if self._notice_s is None or step_s + save_s <= _SAFE_SHARE * self._notice_s:
@@ -163,14 +159,14 @@ class StopRequest:
         self._notice_s = None
 
     def receive(self, number: int, frame: object) -> None:
-        """Handle a signal."""
+        """Handle a signal; installed with ``signal.signal``."""
         if number == signal.SIGHUP:
             self._leave_terminals()
             if self._signal is not None:
-                # A closing terminal causes several signals: the kernel and the shell each send one.
+                # A closing terminal causes two SIGHUPs, one from the kernel and one from the shell.
                 return
         if not self._looping and self._signal is None:
-            # Outside of the loop there is nothing to save: all progress is in the checkpoints already.
+            # Outside of the loop there is no unsaved progress, so end at once.
             _say(f"{signal.Signals(number).name}: stopping at once, outside of the training loop")
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -189,16 +185,16 @@ class StopRequest:
         raise SystemExit(code)
 
     def _leave_terminals(self) -> None:
-        """Redirect output to a terminal to nowhere: the terminal is gone, and every write to it would be an
-        error."""
+        """Redirect output that goes to a terminal to /dev/null, because writing to a closed terminal
+        fails."""
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._terminals:
-            # Use dup2 instead of close: the next file that is opened would take a closed descriptor.
+            # A closed descriptor's number would be reused by the next opened file, so use dup2.
             os.dup2(nowhere, descriptor)
         os.close(nowhere)
 
     def forget_files(self) -> None:
-        """Remove the files: the request was handled, and must not stop the next start."""
+        """Delete the request files, so that they do not stop the next launch."""
         for path in self._files:
             path.unlink(missing_ok=True)
 
@@ -207,21 +203,22 @@ class StopRequest:
 def listening_for_stop(
     run_dir: Path, attempt: Attempt, time_left: TimeLeft | None = None
 ) -> Iterator[StopRequest]:
-    """Yield a request that is set by SIGTERM, SIGUSR1, SIGINT, SIGHUP, the file ``stop_requested`` in the
-    run's or the attempt's directory, or the end of the launch's time.
+    """Yield a ``StopRequest`` that is set by SIGTERM, SIGUSR1, SIGINT or SIGHUP, by a file ``stop_requested``
+    in the run directory or the attempt's directory, or by the time limit.
 
-    A file in ``run_dir`` that is older than this start is ignored. The caller holds the run's lock. Signals
-    are received only in the main thread, and only those that this process was not started to ignore, as by
-    ``nohup``.
+    A file in ``run_dir`` from an earlier launch is deleted first. The caller must hold the run's lock.
+    Signals are handled only in the main thread, and only if the process does not ignore them (``nohup``
+    ignores SIGHUP).
     """
-    # Keep the attempt's file: a launcher may have requested a stop before this process was up.
+    # Keep a file in the attempt's directory, because the launcher may have requested the stop before this
+    # process started.
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     directories = [run_dir] if attempt.directory is None else [run_dir, attempt.directory]
     request = StopRequest([directory / STOP_FILE for directory in directories], attempt.notice_s, time_left)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    # Signals that the caller ignores stay ignored, as nohup requires.
+    # Signals that the parent process ignores stay ignored, as ``nohup`` requires.
     heard = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, request.receive) for each in heard}
     try:
@@ -233,8 +230,7 @@ def listening_for_stop(
 
 
 def _say(text: str) -> None:
-    """Write a line to standard error, bypassing buffers and locks that the interrupted code may hold. If the
-    reader is gone, nothing is written, because an error in a signal handler would end the step that the run
-    is to finish."""
+    """Write a line directly to standard error. The interrupted code may hold the locks of buffered streams. A
+    write error is ignored, because an exception in a signal handler would end the step."""
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {text}\n".encode())

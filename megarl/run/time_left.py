@@ -1,6 +1,4 @@
-"""End of a launch's time, and whether another step and its checkpoint still fit before it, for a run whose
-job has
-a time limit, under any launcher."""
+"""The time limit of a launch: decide whether another step and its checkpoint fit before it."""
 
 from __future__ import annotations
 
@@ -16,12 +14,11 @@ from megarl import env
 logger = logging.getLogger(__name__)
 
 _WINDOW = 10
-# Multiply the slowest step and the slowest save of the last ten by this factor, because the next ones may be
-# slower.
+# Safety factor on the slowest of the last ten steps and saves, because the next ones may be slower.
 _SAFETY = 1.2
 
 ENDING_SECONDS = 10.0
-"""Seconds that a launch takes to end after its last checkpoint."""
+"""Seconds that a launch needs to end after its last checkpoint."""
 
 _DURATION = re.compile(r"\+(\d+):([0-5]\d)(?::([0-5]\d))?")
 
@@ -30,8 +27,8 @@ class TimeLeft:
     """The remaining time of a launch.
 
     Args:
-        end: unix seconds of its end.
-        name: of that limit, for messages.
+        end: end of the launch, in unix seconds.
+        name: source of the limit, for messages (such as ``--stop-at``).
         clock: returns unix seconds.
     """
 
@@ -41,22 +38,22 @@ class TimeLeft:
         self._saves: deque[float] = deque(maxlen=_WINDOW)
 
     def took(self, step_s: float | None = None, save_s: float | None = None) -> None:
-        """Record the seconds of a step with everything that belongs to it, or of a save."""
+        """Record the duration of a step (with its validation) or of a save, in seconds."""
         for measured, seconds in ((self._steps, step_s), (self._saves, save_s)):
             if seconds is not None:
                 measured.append(seconds)
 
     @property
     def needed_s(self) -> float:
-        """Seconds for another step, its checkpoint and the end of the launch. A save that was never measured
-        counts like a step."""
+        """Estimated seconds for another step, its checkpoint and the end of the launch. Until a save was
+        measured, it is assumed to take as long as a step."""
         step = max(self._steps, default=0.0)
         return _SAFETY * (step + max(self._saves, default=step)) + ENDING_SECONDS
 
     @property
     def reason(self) -> str | None:
-        """Reason why no other step may begin; None while one fits."""
-        # Use the wall clock, as limits of jobs do: a monotonic clock has no time of day.
+        """Reason why no further step may begin; None while another step fits."""
+        # Job limits are times of day, so use the wall clock.
         left = self._end - self._clock()
         if left >= self.needed_s:
             return None
@@ -68,11 +65,14 @@ class TimeLeft:
 
 
 def read_time(text: str, now: float | None = None) -> float:
-    """Return the unix seconds of a user's time: ``2026-11-26T18:30`` in this machine's zone, or with a zone
-    of its own; or ``+HH:MM[:SS]`` from now on.
+    """Parse a user's time to unix seconds.
+
+    Args:
+        text: ``2026-11-26T18:30`` (local time, unless it has a zone), or ``+HH:MM[:SS]`` from now.
+        now: current unix seconds; None reads the clock.
 
     Raises:
-        ValueError: it has neither form, or is in the past.
+        ValueError: the text has neither form, or is in the past.
     """
     now = time.time() if now is None else now
     duration = _DURATION.fullmatch(text.strip())
@@ -81,7 +81,7 @@ def read_time(text: str, now: float | None = None) -> float:
         return now + 3600 * hours + 60 * minutes + seconds
     try:
         end = datetime.datetime.fromisoformat(text.strip()).timestamp()
-    # timestamp() raises the latter two: it uses mktime, which does not support dates far away.
+    # ``timestamp`` calls mktime, which raises the latter two for dates far away.
     except (ValueError, OverflowError, OSError):
         raise ValueError(
             f"{text!r} is not a time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and "
@@ -93,11 +93,10 @@ def read_time(text: str, now: float | None = None) -> float:
 
 
 def time_left(stop_at: float | None) -> TimeLeft | None:
-    """Return the limit of this launch: ``stop_at`` (unix seconds), or the end of its Slurm job, whichever
-    comes first; None without either.
+    """Return the earlier of ``stop_at`` (unix seconds) and the end of the Slurm job; None without either.
 
     Raises:
-        ValueError: ``SLURM_JOB_END_TIME`` is not a whole number.
+        ValueError: ``SLURM_JOB_END_TIME`` is not an integer.
     """
     limits = [] if stop_at is None else [(stop_at, "--stop-at")]
     # Slurm 22.05 and older versions do not set it.

@@ -1,2 +1,2 @@
-"""Throughput: floating-point operations of a model, peak rates of devices, and the share of the peak that a
-step reached."""
+"""Throughput of a run: FLOPs of a model, peak FLOP/s of devices, and model FLOP utilisation (MFU) of a
+step."""

@@ -1,9 +1,8 @@
-"""Floating-point operations of a model, computed from its sizes and the lengths of sequences in pure numpy.
+"""Count the FLOPs of a model from its dimensions and the sequence lengths.
 
-Only the matrix products that the mathematics needs are counted, with a multiplication and an addition as two
-operations: projections, the experts of each token, attention between a token and the tokens that it attends
-to (itself and earlier ones, within its window), and the output layer. Padding, masked pairs, recomputation
-and element-wise work count as nothing, so additional work of a layout lowers its utilisation.
+Only the matmuls of the mathematical model count, with two operations per multiply-add: projections, the
+experts of each token, attention over the causal (or windowed) pairs, and the output layer. Padding, masked
+pairs, recomputation and element-wise work count as 0, so a layout that adds such work has a lower MFU.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ Lengths = NDArray[np.float64]
 
 
 def attended_pairs(lengths: ArrayLike, window: int | None = None) -> Lengths:
-    """Return the number of pairs of a token and one that it attends to, in causal sequences of these lengths.
+    """Return the number of (query, key) token pairs of causal attention.
 
     Args:
-        lengths: [B] tokens.
-        window: a token attends to itself and the ``window - 1`` tokens before it; None for all before it.
+        lengths: [B] number of tokens per sequence.
+        window: number of tokens that a token attends to, including itself; None for all before it.
 
     Returns:
-        [B]: n (n + 1) / 2 up to the window, then ``window`` more per token.
+        [B] number of pairs: n (n + 1) / 2 up to the window, then ``window`` more per token.
     """
     length = np.asarray(lengths, dtype=np.float64)
     inside = length if window is None else np.minimum(length, window)
@@ -39,16 +38,16 @@ def attended_pairs(lengths: ArrayLike, window: int | None = None) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Floating-point operations of a model's forward pass.
+    """FLOPs of a model's forward pass.
 
     Attributes:
-        token: operations of all layers per token, without attention between tokens and without routers.
-        dense_mlps, experts: the parts of ``token`` for MLPs of dense layers, and for experts of the other
+        token: FLOPs of all layers per token, without attention scores and routers.
+        dense_mlps, experts: parts of ``token``: MLPs of dense layers, and experts of mixture-of-experts
             layers.
-        routers: operations of the routers per token; 0 for a dense model.
-        logits: operations of the output layer per token.
-        pairs: operations of attention per pair of tokens, by window (None: no window), summed over the layers
-            with that window.
+        routers: FLOPs of the routers per token; 0 for a dense model.
+        logits: FLOPs of the output layer per token.
+        pairs: (window, FLOPs per attended pair), summed over the layers with that window; None means no
+            window.
     """
 
     token: float
@@ -60,11 +59,11 @@ class ModelFlops:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> ModelFlops:
-        """Return the operations of a model of these sizes.
+        """Return the FLOPs of a model with the given dimensions.
 
-        Latent attention counts as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values
-        projected up. A gated delta net counts as its recurrence (arXiv 2412.06464, equation 10), because
-        chunks are only a way to compute it.
+        Latent attention is counted as in DeepSeek-V2 (arXiv 2405.04434, section 2.1), with keys and values
+        projected up. A gated delta net is counted as its recurrence (arXiv 2412.06464, equation 10), not as
+        the chunked algorithm that computes it.
         """
         matrices: Counter[str] = Counter()
         kinds = list(map(facts.kind_of, range(facts.num_layers)))
@@ -77,28 +76,32 @@ class ModelFlops:
             window for window, kind in zip(facts.windows, kinds, strict=True) if kind.mixer != "gated_delta"
         )
         query_width, value_width = _head_widths(facts)
-        # A query times a key, and a probability times a value, take two operations per element each.
+        # Query times key, and probability times value: two operations per element each.
         pair = 2 * facts.num_attention_heads * (query_width + value_width)
         return cls(
             token=2.0 * (matrices["attention"] + matrices["dense"] + matrices["experts"]),
             dense_mlps=2.0 * matrices["dense"],
             experts=2.0 * matrices["experts"],
             routers=2.0 * matrices["router"],
-            # The head of a critic or a reward model has a single output.
+            # The head of a critic or reward model has a single output.
             logits=2.0 * facts.hidden_size * (facts.vocab_size if facts.head is None else 1),
             pairs=tuple((window, float(count * pair)) for window, count in windows.items()),
         )
 
     def attention(self, lengths: ArrayLike) -> float:
-        """Return the FLOPs of attention in a forward pass over sequences of these lengths."""
+        """Return the FLOPs of the attention scores in a forward pass.
+
+        Args:
+            lengths: [B] number of tokens per sequence.
+        """
         return sum(rate * float(attended_pairs(lengths, window).sum()) for window, rate in self.pairs)
 
     def forward(self, lengths: ArrayLike, logits: float | None = None) -> float:
-        """Return the FLOPs of a forward pass over sequences of these lengths.
+        """Return the FLOPs of a forward pass.
 
         Args:
-            lengths: [B] tokens.
-            logits: number of tokens that need the output layer; None for all.
+            lengths: [B] number of tokens per sequence.
+            logits: number of tokens that go through the output layer; None for all.
         """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         return (
@@ -115,19 +118,20 @@ class ModelFlops:
         frozen_routers: bool = False,
         adapters: int | None = None,
     ) -> float:
-        """Return the FLOPs of a forward and a backward pass over sequences of these lengths.
+        """Return the FLOPs of a forward and a backward pass.
 
-        For each product of the forward pass the backward pass has two: one for the gradient of the input, one
-        for that of the weight. A frozen weight does not need the second.
+        For each matmul of the forward pass, the backward pass has two: for the gradient of the input, and for
+        that of the weight. Frozen weights do not need the second.
 
         Args:
-            lengths: [B] tokens.
-            logits: number of tokens that need the output layer; None for all.
-            frozen_routers: whether routers are frozen.
-            adapters: adapter parameters that each token uses, if only adapters are trained; otherwise None.
+            lengths: [B] number of tokens per sequence.
+            logits: number of tokens that go through the output layer; None for all.
+            frozen_routers: routers are frozen.
+            adapters: number of adapter parameters that a token uses, if only adapters are trained; else None.
         """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         if adapters is not None:
+            # Frozen weights need gradients of their inputs, but no weight gradients.
             last = (tokens if logits is None else logits) * self.logits
             return (
                 3 * (self.forward(lengths, logits) + tokens * 2.0 * adapters)
@@ -137,8 +141,13 @@ class ModelFlops:
         return 3 * self.forward(lengths, logits) - (tokens * self.routers if frozen_routers else 0.0)
 
     def recomputation(self, lengths: ArrayLike, parts: Collection[str] | None = None) -> float:
-        """Return the FLOPs of recomputing every layer, or ``parts`` of it, in the backward pass. The device
-        does this work, but the model does not need it, so it counts only for the hardware utilisation."""
+        """Return the FLOPs of recomputing activations in the backward pass. They count only for the hardware
+        FLOP utilisation (HFU).
+
+        Args:
+            lengths: [B] number of tokens per sequence.
+            parts: recomputed modules (``mlp``, ``moe``, ``core_attn``); None for whole layers.
+        """
         if parts is None:
             return self.forward(lengths, logits=0.0)
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
@@ -146,18 +155,17 @@ class ModelFlops:
         return tokens * of_token + (self.attention(lengths) if "core_attn" in parts else 0.0)
 
     def generation(self, prompts: ArrayLike, prompt_lengths: ArrayLike, lengths: ArrayLike) -> float:
-        """Return the FLOPs of sampling responses with a key-value cache.
+        """Return the FLOPs of sampling responses with a KV cache.
 
-        The model does not read the last token of a response, and it reads a prompt once for all of its
-        responses. Latent attention caches the keys and values that its heads read, so nothing is projected up
-        twice.
+        Each distinct prompt is prefilled once for all its responses, and the last token of a response is not
+        fed back. Latent attention is assumed to cache projected keys and values, so these are projected once.
 
         Args:
-            prompts: [P] tokens of the prompts.
-            prompt_lengths: [B] tokens of each row's prompt.
-            lengths: [B] tokens of each row's prompt and response.
+            prompts: [P] number of tokens of each distinct prompt.
+            prompt_lengths: [B] number of prompt tokens of each row.
+            lengths: [B] number of tokens of each row, prompt and response.
         """
-        # An empty response computes no more than its prompt.
+        # An empty response costs only its prompt.
         starts, ends = np.asarray(prompt_lengths, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
         read = np.maximum(ends - 1, starts)
         decoded = float((read - starts).sum())
@@ -171,17 +179,15 @@ class ModelFlops:
 
 
 def _state_products(facts: ModelFacts) -> int:
-    """Return the number of state elements of a gated delta net that a token is multiplied with.
-
-    A token goes through the states three times: to read with its key, to write, and to read with its query.
-    """
+    """Return the number of multiply-adds per token with the state of a gated delta net. The state is used
+    three times: read with the key, updated, and read with the query."""
     net = facts.gated_delta
     assert net is not None, facts.family
     return 3 * net.values * net.key_width
 
 
 def _head_widths(facts: ModelFacts) -> tuple[int, int]:
-    """Return the widths of a head's query and value."""
+    """Return the query width and the value width of a head."""
     if facts.latent_attention is None:
         return facts.head_dim, facts.head_dim
     return facts.latent_attention.qk_head_dim, facts.latent_attention.v_head_dim

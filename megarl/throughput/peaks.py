@@ -1,5 +1,5 @@
-"""Peak rates of devices: the manufacturer's figure for a known device, otherwise the measured rate of a
-matrix product."""
+"""Peak FLOP/s of devices: from NVIDIA's data sheets for known GPUs, otherwise the measured rate of a
+matmul."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PEAK_TFLOPS: Mapping[str, float] = MappingProxyType(
         "A10": 125.0,
     }
 )
-"""Dense bfloat16 (and float16) tensor-core peaks in TFLOP/s, from NVIDIA's data sheets, by a part of the
-device's name."""
+"""Part of the device's name -> dense bfloat16 or float16 tensor-core peak in TFLOP/s, from NVIDIA's data
+sheets."""
 
 HALF = frozenset({"bfloat16", "float16"})
 _SECONDS = 0.05
@@ -39,24 +39,22 @@ _REPEATS = 3
 
 
 def known_peak(device_name: str, precision: str) -> float | None:
-    """Return the peak of a device in FLOP/s; None for a device or precision that is not in the table.
+    """Return the peak FLOP/s of a device; None if the table lacks the device or the precision.
 
     Args:
-        device_name: name that CUDA reports, for example ``NVIDIA H100 80GB HBM3``.
-        precision: precision of the matrix products, as in ``policy.precision``. Float32 has no entry, because
-            its rate depends on whether TF32 is allowed.
+        device_name: name that CUDA reports, such as ``NVIDIA H100 80GB HBM3``.
+        precision: ``policy.precision``. Float32 is not in the table, because its rate depends on TF32.
     """
     if precision not in HALF:
         return None
     words = f" {device_name.replace('-', ' ')} "
-    # Take the longest name that fits, so that "H100 PCIe" is not taken for "H100".
+    # Use the longest matching name, so that "H100 PCIe" is not taken for "H100".
     fitting = [name for name in PEAK_TFLOPS if f" {name} " in words]
     return PEAK_TFLOPS[max(fitting, key=len)] * 1e12 if fitting else None
 
 
 def measured_rate(device: torch.device, precision: str) -> float:
-    """Return the FLOP/s of a large square matrix product on a device, the best of some repeats of about 50
-    ms.
+    """Measure the FLOP/s of a large square matmul on a device: the best of 3 measurements of about 50 ms.
 
     Args:
         device: the device; a CPU uses torch's current number of threads.
@@ -64,13 +62,13 @@ def measured_rate(device: torch.device, precision: str) -> float:
     """
     import torch
 
-    # A GPU reaches its peak only in large products; a CPU would take seconds for one of that size.
+    # A GPU needs large matmuls to reach its peak; on a CPU these would take seconds.
     size = 8192 if device.type == "cuda" else 512
     left = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
     right, out = torch.ones_like(left), torch.empty_like(left)
 
     def seconds(calls: int) -> float:
-        # A GPU works in the background, so start the clock only when it has nothing left to do.
+        # GPU work is asynchronous, so start the clock when the device is idle.
         _wait(device)
         start = time.perf_counter()
         for _ in range(calls):
@@ -78,13 +76,13 @@ def measured_rate(device: torch.device, precision: str) -> float:
         _wait(device)
         return time.perf_counter() - start
 
-    seconds(1)  # This call chooses and loads a kernel.
+    seconds(1)  # Warm up: the first call selects and loads a kernel.
     calls = max(1, round(_SECONDS / max(seconds(1), 1e-9)))
     return 2.0 * size**3 * calls / min(seconds(calls) for _ in range(_REPEATS))
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until the device has completed its work."""
+    """Wait until the device is idle."""
     import torch
 
     if device.type == "cuda":

@@ -1,5 +1,4 @@
-"""Throughput of a step, by phase: tokens per second, operations per second and their share of the devices'
-peak."""
+"""Throughput metrics of a step by phase: tokens per second, TFLOP/s, MFU and idle time."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ WAITING = frozenset({"reward", ROLLOUT_WAIT})
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Number of devices of a run.
+    """Number of devices of a run, and their peak.
 
     Attributes:
         training: devices of the policy.
-        generating: devices of the engines; the policy's if it generates itself or shares its devices.
-        together: all devices, each counted once.
-        peak: peak FLOP/s of one device.
+        generating: devices that generate; equal to ``training`` unless engines have their own devices.
+        together: all devices.
+        peak: peak FLOP/s of a device.
     """
 
     training: int
@@ -47,15 +46,15 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class StepThroughput:
-    """Calculator of the rates that a step reached.
+    """Computes the throughput metrics of a step.
 
     Attributes:
         devices: devices of the run.
-        flops: operations of the model; None if its sizes are unknown, and then only tokens are counted.
-        recomputes: whether layers, or parts of them, are recomputed in the backward pass.
-        recomputed: the recomputed parts; None for whole layers.
-        frozen_routers: whether routers are frozen.
-        adapters: adapter parameters that each token uses, if only adapters are trained; otherwise None.
+        flops: FLOPs of the model; None if its dimensions are unknown, which leaves only token rates.
+        recomputes: activations are recomputed in the backward pass.
+        frozen_routers: routers are frozen.
+        recomputed: recomputed modules; None for whole layers.
+        adapters: number of adapter parameters that a token uses, if only adapters are trained; else None.
     """
 
     devices: Devices
@@ -67,12 +66,13 @@ class StepThroughput:
 
     @classmethod
     def of(cls, policy: PolicyConfig, facts: ModelFacts | None, devices: Devices) -> StepThroughput:
-        """Return the calculator for a run with this complete ``policy`` section."""
+        """Build the calculator from a ``policy`` section with its defaults."""
         backend = enabled_backend(policy)
         flops = None if facts is None else ModelFlops.of(facts)
         peft = adapters_of(policy)
         adapters = None
         if peft is not None and facts is not None:
+            # A token uses the adapters of its own experts only.
             taken = 0 if facts.mixture is None else facts.mixture.experts_per_token
             _, output = vocabulary_adapter_parameters(peft, facts)
             adapters = adapter_parameters(peft, facts, range(facts.num_layers), experts=(taken, 1)) + output
@@ -96,32 +96,33 @@ class StepThroughput:
     def metrics(
         self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]
     ) -> dict[str, float]:
-        """Return the throughput figures of one step.
+        """Return the throughput metrics of a step.
 
         Args:
             tokens: tokens of the step's samples, without padding.
-            seconds: seconds of the phases, from ``PhaseTimer.collect``.
-            sequences: the sequences that each phase processed, from ``PhaseTimer.take_sequences``; phases
-                inside others, such as those of a validation, do not count.
+            seconds: result of ``PhaseTimer.collect``.
+            sequences: result of ``PhaseTimer.take_sequences``; nested phases, such as those of a validation,
+                are ignored.
 
         Returns:
-            For each phase with sequences, such as ``train``: ``train_tokens_per_s`` (generation: sampled
-            tokens, other phases: all tokens without padding), ``train_tokens_per_s_per_device`` and, if the
-            model's sizes are known, ``train_tflops`` (of one device) and ``train_mfu`` (share of
-            ``peak_tflops``); with recomputation also ``train_hfu``, which counts it. The same figures without
-            a phase's name are for the whole step, over all devices. ``padding_efficiency`` is tokens over
-            positions of the training passes. ``idle_s`` is the seconds of the step in no phase, or in one in
-            which the devices wait.
+            For each phase with sequences, such as ``train``: ``train_tokens_per_s`` (sampled tokens for
+                generation, else all tokens without padding), ``train_tokens_per_s_per_device`` and, if the
+                model's dimensions are known, ``train_tflops`` (per device) and ``train_mfu`` (fraction of
+                ``peak_tflops``). With recomputation also ``train_hfu``, which includes it. The same names
+                without a phase are for the whole step and all devices. ``padding_efficiency`` is tokens per
+                computed position in training. ``idle_s`` is the time outside of phases or in phases of
+                ``WAITING``.
         """
         figures: dict[str, float] = {"peak_tflops": self.devices.peak / 1e12}
         model = hardware = 0.0
         for phase, passed in sequences.items():
             took = seconds.get(f"{phase}_s", 0.0)
-            # The time of the outer phase already includes that of a phase within it.
+            # A nested phase's time is included in its outer phase.
             if took <= 0 or "/" in phase:
                 continue
             work, extra = self._flops(phase, passed)
             model, hardware = model + work, hardware + work + extra
+            # Generation engines may have devices of their own.
             count = self.devices.generating if phase == GENERATION else self.devices.training
             figures |= self._rates(f"{phase}_", _tokens(phase, passed), work, extra, took, count)
         step = seconds[STEP_SECONDS]
@@ -132,7 +133,7 @@ class StepThroughput:
         return figures
 
     def _flops(self, phase: str, passed: Sequence[Sequences]) -> tuple[float, float]:
-        """Return the operations of the model, and those of recomputing parts of it."""
+        """Return the model's FLOPs in a phase, and the FLOPs of recomputation."""
         if self.flops is None:
             return 0.0, 0.0
         # The policy's adapters do not belong to the critic.
@@ -161,6 +162,7 @@ class StepThroughput:
         if self.flops is not None:
             rate = work / seconds / devices
             rates |= {f"{prefix}tflops": rate / 1e12, f"{prefix}mfu": rate / self.devices.peak}
+            # Without recomputation this equals the MFU.
             if extra:
                 rates[f"{prefix}hfu"] = (work + extra) / seconds / devices / self.devices.peak
         return rates
@@ -177,17 +179,18 @@ def _tokens(phase: str, passed: Sequence[Sequences]) -> int:
 
 
 def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
-    """Return tokens over positions as ``padding_efficiency``; empty if some positions are unknown."""
+    """Return ``padding_efficiency``, tokens per computed position; empty if positions were not counted."""
     positions = [each.positions for each in passed]
     known = sum(filter(None, positions))
     return {"padding_efficiency": _tokens(TRAIN, passed) / known} if known and None not in positions else {}
 
 
 def _working(seconds: Mapping[str, float]) -> list[float]:
-    """Return the seconds of the top-level phases in which devices work."""
+    """Return the seconds of the top-level phases in which the devices work."""
     names = {name: name.removesuffix("_s") for name in seconds if name != STEP_SECONDS and "/" not in name}
     return [
         seconds[name]
         for name, phase in names.items()
+        # Overlapping phases would count twice.
         if phase not in WAITING | beside_training(names.values())
     ]

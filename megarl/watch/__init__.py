@@ -1,2 +1,2 @@
-"""Observation of a run from outside, during training or afterwards: its status, and its curves as one
+"""Commands that show a run from outside, while it trains or afterwards: status, samples, and the report
 page."""

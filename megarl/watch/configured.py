@@ -1,5 +1,5 @@
-"""The configuration in a run's directory. A person may have edited it; values that no run would accept count
-as absent."""
+"""Read the settings of a run from ``config.yaml`` in its directory. A user may have edited the file, so
+settings that are invalid count as absent."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """The settings of a run that its status shows.
+    """Settings of a run that ``megarl status`` shows; None if the file does not contain them.
 
     Attributes:
-        algorithm: name of the algorithm's section; None if the file does not state it, like the next three.
+        algorithm: name of the algorithm's section.
         model: model of the policy.
-        backend: backend of the policy.
-        total_steps: configured number of the last step; the data may end a run earlier.
-        checkpoint_dir: the present directory of its checkpoints, even if the run was moved or is viewed from
-            another host.
-        signing_key_file: file of the key that signs the checkpoints.
+        backend: training backend of the policy.
+        total_steps: ``max_num_steps``; a run may end earlier at the end of its epochs.
+        checkpoint_dir: current directory of the checkpoints, also if the run directory was moved.
+        signing_key_file: file with the key that signs the checkpoints.
     """
 
     algorithm: str | None
@@ -43,19 +42,19 @@ class Configured:
 
 
 def read_configured(run_dir: Path) -> Configured:
-    """Return the settings of ``config.yaml`` in the directory. Settings are absent if the file is missing or
-    damaged, or belongs to another user.
+    """Return the settings in a run directory's ``config.yaml``. They are all absent if the file is missing,
+    damaged or not readable for this user.
 
     Raises:
-        OSError: the file exists and cannot be read for another reason.
+        OSError: the file exists, but reading it failed for another reason.
     """
     config = _read(run_dir / CONFIG_FILE)
     policy = _section(config, "policy")
     algorithm = _text(config.get("algorithm"))
     section = algorithm or ""
     if is_import_path(section):
-        # Do not load a user's algorithm only to look at its run: its section is the one that no built-in
-        # algorithm has.
+        # Do not import a custom algorithm only to find its section. It is the one section with steps that no
+        # built-in algorithm has.
         own = (name for name in config if name not in ORDER and "max_num_steps" in _section(config, name))
         section = next(own, section.rpartition(":")[2])
     steps = _section(config, section).get("max_num_steps")
@@ -65,6 +64,7 @@ def read_configured(run_dir: Path) -> Configured:
         algorithm=section or None,
         model=_text(policy.get("model_name")),
         backend=_backend(policy) if policy else None,
+        # bool is a subclass of int.
         total_steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,
         checkpoint_dir=_checkpoint_dir(
             run_dir, configured_run, _text(checkpointing.get("checkpoint_dir")), start
@@ -74,15 +74,15 @@ def read_configured(run_dir: Path) -> Configured:
 
 
 def _start_directory(run_dir: Path, configured: str | None) -> Path:
-    """Return the directory that the run was started in, where its relative paths begin, if its relative
-    ``run_dir`` tells; otherwise the working directory."""
+    """Return the directory in which the run was started, relative to which its other paths are. It follows
+    from a relative ``run_dir``; if that does not match, return the working directory."""
     place, below = os.path.abspath(run_dir), os.path.normpath(configured or os.pardir)
     above = place if below == os.curdir else place.removesuffix(f"/{below}")
     return Path(above or "/") if above != place or below == os.curdir else Path()
 
 
 def _backend(policy: Mapping[str, Any]) -> str:
-    # A missing section means that the backend is off.
+    # A missing section means that this backend is not enabled.
     sections = {
         name: {"enabled": False, **_section(policy, name)} for name in ("megatron_cfg", "dtensor_cfg")
     }
@@ -90,13 +90,14 @@ def _backend(policy: Mapping[str, Any]) -> str:
 
 
 def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str | None, start: Path) -> Path:
-    """Return the directory of the checkpoints. Checkpoints inside the run's directory moved with it; those
-    elsewhere did not."""
+    """Return the current directory of the checkpoints. Checkpoints inside the run directory have moved with
+    it."""
     if configured is None:
         return run_dir / _CHECKPOINTS
     if configured_run is not None and Path(configured).is_relative_to(configured_run):
         return run_dir / Path(configured).relative_to(configured_run)
-    # The run was moved by hand, from a directory that its configuration does not name.
+    # The configured path is not below the configured ``run_dir``. If there are checkpoints in this directory,
+    # they have been moved here.
     beside = run_dir / _CHECKPOINTS
     return beside if beside.is_dir() else start / configured
 

@@ -1,4 +1,5 @@
-"""``megarl plot``: the curves of runs as pictures, and as one page that needs only a browser."""
+"""Implementation of ``megarl plot``: write a run's plots as PNG files, and a report page that needs only a
+browser."""
 
 from __future__ import annotations
 
@@ -61,16 +62,15 @@ details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: aut
 
 
 def run(directories: Sequence[str], out: str | None = None) -> int:
-    """Plot runs: a single run gets its pictures and ``report.html``, several runs get ``comparison.html``. A
-    directory of runs stands for all runs in it.
+    """Plot runs. A single run gets PNG files and ``report.html``; several runs get ``comparison.html``.
 
     Args:
-        directories: directories of runs; one that is given twice, or also by a link, counts once.
-        out: path of the page, which is then the only file; None for the default paths.
+        directories: run directories, or directories of runs. A run that is given twice, or by a symlink,
+            counts once.
+        out: path of the page, which is then the only file written; None for the default paths.
 
     Raises:
-        DataError: a directory is not that of a run, there is nothing in it to plot, or a file cannot be read
-            or written.
+        DataError: a directory is not a run, there is nothing to plot, or a file cannot be read or written.
         MegarlError: matplotlib is not installed.
     """
     try:
@@ -87,6 +87,7 @@ def run(directories: Sequence[str], out: str | None = None) -> int:
 
 def _draw(run_dirs: Sequence[Path], out: str | None) -> list[Path]:
     if out is not None:
+        # A given path asks for the page alone.
         return [write_report(run_dirs, Path(out))]
     if len(run_dirs) == 1:
         return [*plot_run(run_dirs[0]), write_report(run_dirs, run_dirs[0] / REPORT)]
@@ -108,30 +109,31 @@ def _run_dirs(directories: Sequence[str]) -> list[Path]:
             require_run(path)
             run_dirs.append(path)
         except DataError as error:
+            # A path that does not exist is a typing error, unlike a directory without a run.
             if not path.exists():
                 raise
             refusals.append(error)
     if refusals and not run_dirs:
         raise refusals[0]
-    # As of runs/*, which also has the files of Slurm jobs and earlier pages.
+    # Only warn: ``runs/*`` also matches files of Slurm jobs and earlier pages.
     for refusal in refusals:
         sys.stderr.write(redacted_text(f"megarl: warning: left out: {refusal}\n"))
     return run_dirs
 
 
 def _expand(directory: Path) -> list[Path]:
-    """Return the directory, or if it has no metrics itself, the runs directly below it."""
+    """Return a run directory itself, or the runs directly below a directory that is not a run."""
     if any(directory.glob("metrics*.jsonl")):
         return [directory]
-    # Return the directory itself if it contains no run, because ``require_run`` then reports what it lacks.
+    # ``require_run`` then reports what the directory lacks.
     return sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")}) or [directory]
 
 
 def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
-    """Write the page completely or not at all, and return its path.
+    """Write the report page atomically, and return its path.
 
     Raises:
-        DataError: a directory is not that of a run, or no run has logged anything that is shown.
+        DataError: a directory is not a run, or no run has metrics to show.
     """
     states = list(map(read_run_state, run_dirs))
     directories = [state.directory for state in states]
@@ -152,13 +154,13 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
 
 
 def _steps_of_restarts(launches: Sequence[Launch]) -> list[int]:
-    """Return the steps at which a run continued with new workers, in a later launch or within one."""
+    """Return the steps from which a run continued with new workers, in a later launch or within one."""
     steps = list[int]()
     for launch in launches:
         if launch.first_step is not None:
             steps.append(launch.first_step)
             steps += (restart.step for restart in launch.restarts if restart.step is not None)
-    # Skip the first launch, which is not a restart.
+    # The first launch is not a restart.
     return steps[1:]
 
 
@@ -169,8 +171,7 @@ def _page(
     samples = samples_panel(Path(states[0].directory)) if len(states) == 1 else ""
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    # Restrict the page, because it shows text that a model wrote: only megarl's script may run, and nothing
-    # is fetched.
+    # The page shows text that a model wrote. Allow only megarl's script, and no requests.
     yield f'<meta http-equiv="Content-Security-Policy" content="{content_policy(bool(samples))}">'
     yield f"<title>{html.escape(title)}</title><style>{_STYLE}{SAMPLES_STYLE}</style></head>\n<body>\n"
     yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, created {made}</p>\n'
@@ -189,6 +190,7 @@ def _page(
     for state, label in zip(states, labels, strict=True):
         config = Path(state.directory) / CONFIG_FILE
         if config.is_file():
+            # A config edited by hand may not be valid UTF-8; a replaced character is better than no report.
             text = html.escape(config.read_text(encoding="utf-8", errors="replace"))
             yield (
                 '<details class="card"><summary>Configuration of '
@@ -198,8 +200,7 @@ def _page(
 
 
 def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
-    """Return a table as markup, with a column per run and a row per fact; facts that no run has are
-    left out."""
+    """Return an HTML table with a column per run and a row per fact; facts that no run has are omitted."""
     columns = [dict(_facts(state)) for state in states]
     names = list(dict.fromkeys(chain.from_iterable(columns)))
     head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
@@ -214,7 +215,7 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
 
 
 def _facts(state: RunState) -> Iterator[tuple[str, str]]:
-    """Yield the facts and the best values of a run as markup."""
+    """Yield (name, HTML) for the facts and main metrics of a run."""
     for name, text in facts(state):
         shown = html.escape(text.plain)
         if name == "state":

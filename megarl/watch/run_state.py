@@ -1,5 +1,5 @@
-"""State of a run, read from its directory alone. Reading it writes nothing, takes no lock and waits for
-nothing."""
+"""Read the state of a run from its directory. Reading writes nothing, takes no lock and does not wait for the
+run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megarl.watch.configured import Configured, read_configured
 
 RECENT_STEPS = 20
 MARKS = (FILE_NAME, LOCK_NAME, LAUNCHES_NAME)
-"""Files that identify the directory of a run. A configuration does not, because a checkpoint's directory has
-one too."""
+"""Files that identify a run directory. ``config.yaml`` does not, because checkpoints contain it too."""
 _RATES = ("tokens_per_s", "tokens_per_s_per_device", "tflops", "mfu", "hfu", "padding_efficiency", "idle_s")
 _STEP_SECONDS = f"timing/{STEP_SECONDS}"
-# Maximum number of times that checkpoints are listed again after the run has removed one that was being read.
+# The run may remove an old checkpoint while it is being read. Then list the checkpoints again, at most this
+# many times in all.
 _LISTINGS = 3
 
 
@@ -41,11 +41,11 @@ class CheckpointState:
 
     Attributes:
         step: number of finished steps.
-        path: its directory.
+        path: directory of the checkpoint.
         size: size in bytes.
         age_s: seconds since it was committed.
-        problems: what is wrong with it; empty for an undamaged one.
-        hashed: whether every byte was read; otherwise names and sizes were compared.
+        problems: faults found; empty if it is undamaged.
+        hashed: whether all bytes were verified, not only names and sizes of the files.
     """
 
     step: int
@@ -61,28 +61,28 @@ class RunState:
     """State of a run.
 
     Attributes:
-        directory: directory of the run.
+        directory: the run directory.
         algorithm: name of the algorithm; None if the configuration cannot be read, like the next two.
         model: model of the policy.
-        backend: backend of the policy.
-        state: ``running``, ``elsewhere`` (on a host that is not visible from here), ``finished``, ``ended``
-            (with a logged reason), ``killed`` (without one) or ``not started``.
-        reason: the state in words.
+        backend: training backend of the policy.
+        state: ``running``, ``elsewhere`` (locked by a host that is not visible from here), ``finished``,
+            ``ended`` (with a recorded reason), ``killed`` (without one) or ``not started``.
+        reason: explanation of the state.
         step: last finished step.
         total_steps: number of the last step; None if unknown.
-        eta_s: seconds until the last step at the pace of the recent steps; None if there is no pace.
+        eta_s: estimated seconds to the last step, from the recent steps; None if there are none.
         last_row_age_s: seconds since the last row of metrics.
         launches: launches of the run, oldest first.
-        phases: mean seconds of each phase in the recent steps, longest first, with ``other``.
-        step_s: median seconds of a recent step, which checkpoints and validations do not affect.
+        phases: mean seconds per step of each phase, over the recent steps, longest first, with ``other``.
+        step_s: median seconds of the recent steps; not affected by a few validations or saves.
         tokens_per_s: mean over the recent steps.
-        rates: means over the recent steps of tokens per second, TFLOP/s and utilisation of the phases, by
-            metric without ``performance/``.
+        rates: metrics ``performance/NAME`` by NAME: tokens per second, TFLOP/s and utilisation, as means over
+            the recent steps.
         checkpoints: steps that have a checkpoint, newest first.
         checkpoint: the newest undamaged checkpoint, or the newest one if all are damaged.
-        unfinished: checkpoints that were begun and not committed.
+        unfinished: names of checkpoints that were started but not committed.
         free_bytes: free bytes on the file system of the run.
-        not_finite: metrics whose newest value is NaN or infinite, each with the step since which this holds.
+        not_finite: metrics whose newest value is NaN or infinite -> step since which this is so.
         series: all metrics.
     """
 
@@ -113,16 +113,16 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
     """Return the state of a run.
 
     Args:
-        directory: directory of the run.
-        hashes: read every byte of the newest checkpoint; otherwise its files' names and sizes are compared
-            with its manifest.
-        now: Unix seconds; None for the current time.
+        directory: the run directory.
+        hashes: verify all bytes of the newest checkpoint; otherwise only the names and sizes of its files.
+        now: unix seconds; None for the current time.
 
     Raises:
-        DataError: the directory is not that of a run, a file in it cannot be read or does not respond, or its
-            metrics are damaged.
+        DataError: the directory is not a run, a file in it cannot be read or does not respond, or the metrics
+            are damaged.
     """
     try:
+        # A read from a network file system whose server does not respond would never return.
         return read_in_time(
             lambda: _look(Path(directory), hashes, time.time() if now is None else now),
             f"run directory {directory}",
@@ -138,8 +138,8 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     require_run(run_dir)
     configured = read_configured(run_dir)
     # A run that ends writes its last row, then its outcome, and then releases its lock. Read these in the
-    # opposite order: a run that ends meanwhile is then reported as running, whereas in the same order it
-    # could seem to have ended without an outcome.
+    # opposite order. A run that ends meanwhile is then reported as running. In the same order, it could seem
+    # to have ended without an outcome.
     owner = read_owner(run_dir)
     launches = tuple(read_launches(run_dir))
     log = read_log(run_dir)
@@ -180,15 +180,15 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
 
 
 def require_run(run_dir: Path) -> None:
-    """Raise an error unless the directory is that of a run.
+    """Check that a directory is a run directory that can be read without blocking.
 
     Raises:
-        DataError: the message names the files that are missing, and the runs below the directory.
+        DataError: it is not; names the runs below it, if there are any.
     """
     if any((run_dir / mark).is_file() for mark in MARKS) or any(run_dir.glob("metrics*.jsonl")):
         found = first_special(run_dir)
         if found is not None:
-            # Refuse such a file, because opening it would wait.
+            # Opening a named pipe would block.
             raise DataError(
                 f"run directory {run_dir}: {found[0].name} in it is {found[1]}, not a file. Fix: remove it"
             )
@@ -199,8 +199,8 @@ def require_run(run_dir: Path) -> None:
             "the run_dir of a run"
         )
     below = set[str]()
-    # Search three levels, as in runs/quickstart/seed-1/grpo: a search of everything takes minutes on a shared
-    # disk.
+    # Search only three levels (``runs/quickstart/seed-1/grpo``), because a full search of a shared disk takes
+    # minutes.
     for depth in ("*", "*/*", "*/*/*"):
         for path in run_dir.glob(f"{depth}/{FILE_NAME}"):
             below.add(path.parent.relative_to(run_dir).as_posix())
@@ -216,10 +216,10 @@ def require_run(run_dir: Path) -> None:
 
 
 def read_log(run_dir: Path) -> Log:
-    """Return the log of the metrics; empty before the first row.
+    """Return the metrics of a run; empty before the first row.
 
     Raises:
-        DataError: a metrics file cannot be read, or is damaged.
+        DataError: a metrics file is damaged or cannot be read.
     """
     return collect_log(chain.from_iterable(map(stream_metrics, metrics_files(run_dir))))
 
@@ -229,12 +229,13 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
     again = "start it again with the same command" + (f", unless Slurm does (job {job})" if job else "")
     if owner is not None and (ended := has_ended(owner)) is not True:
         if ended is None:
+            # A process on another host cannot be checked from here.
             return "elsewhere", f"{owner}, which cannot be seen from this host"
         return "running", str(owner)
     reached = (
         not launches and owner is None and total is not None and step >= total
-    )  # This run is from before launches were recorded.
-    # An owner without a launch was killed before its first step could begin, so that the outcome of an
+    )  # Old versions of megarl did not record launches.
+    # If the last owner of the lock recorded no launch, it was killed before its first step. The outcome of an
     # earlier launch does not apply to it.
     outcome = (
         launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
@@ -257,12 +258,12 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
 
 
 def _newest(values: Sequence[int | None]) -> int | None:
-    """Return the last known value; None if all are unknown."""
+    """Return the last value that is not None, or None."""
     return next((value for value in reversed(values) if value is not None), None)
 
 
 def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
-    """Return the values of the recent training steps, by metric."""
+    """Return metric -> values at the recent training steps."""
     steps = [step for step in series.get(_STEP_SECONDS, Series((), ())).steps if step > 0][-RECENT_STEPS:]
     if not steps:
         return {}
@@ -275,7 +276,8 @@ def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
 
 
 def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the mean seconds of each phase per step; a phase that runs every tenth step counts a tenth."""
+    """Return the mean seconds per step of each phase; a phase that runs at every tenth step counts a
+    tenth."""
     steps = recent.get(_STEP_SECONDS)
     if not steps:
         return {}
@@ -284,8 +286,10 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
         if values and name.startswith("timing/") and name.count("/") == 1 and name != _STEP_SECONDS:
             seconds[name.removeprefix("timing/").removesuffix("_s")] = sum(values) / len(steps)
     beside = beside_training(seconds)
+    # Overlapping phases must not count twice.
     own = sum(value for name, value in seconds.items() if name not in beside)
     seconds["other"] = max(sum(steps) / len(steps) - own, 0.0)
+    # Longest phase first; the remainder is always last.
     return dict(sorted(seconds.items(), key=lambda item: (item[0] == "other", -item[1])))
 
 
@@ -302,8 +306,8 @@ def _mean(values: Sequence[float] | None) -> float | None:
 
 
 def _own_key(configured: Configured) -> bytes | None:
-    """Return the key that signs the run's checkpoints; None if they are not signed, or if this user may not
-    read the key."""
+    """Return the key that signs the checkpoints; None if they are unsigned or this user cannot read the
+    key."""
     try:
         return read_signing_key(configured.signing_key_file)
     except ConfigError:
@@ -313,15 +317,15 @@ def _own_key(configured: Configured) -> bytes | None:
 def _checkpoints(
     directory: Path, hashes: bool, now: float, key: bytes | None
 ) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
-    """Return the steps that have a checkpoint, the checkpoint that a resume would use, and the unfinished
-    ones."""
-    # Do not take the lock: an unfinished checkpoint may belong to a live run, and a manager with the lock
-    # would remove it.
+    """Return the steps with a checkpoint, the state of the one that a resume would use, and the names of
+    unfinished checkpoints."""
+    # Do not take the lock: a manager that holds it deletes unfinished checkpoints, which may belong to a live
+    # run.
     manager = CheckpointManager({"enabled": True, "checkpoint_dir": str(directory)}, verify_hashes=hashes)
     for _ in range(_LISTINGS):
         found = manager.checkpoints()
         looked = list(_until_whole(found, hashes, now, key))
-        # A checkpoint that is gone was replaced, so that the list is out of date.
+        # A missing checkpoint was replaced by a newer one, so the list is outdated.
         if None not in looked:
             break
     seen = list(filter(None, looked))
@@ -336,10 +340,12 @@ def _checkpoints(
 def _until_whole(
     found: Sequence[tuple[int, Path]], hashes: bool, now: float, key: bytes | None
 ) -> Iterator[CheckpointState | None]:
-    """Yield the states of checkpoints, up to the first undamaged one."""
+    """Yield the states of checkpoints, newest first, up to the first undamaged one. Yields None for a
+    checkpoint that was deleted meanwhile."""
     for step, path in found:
         state = _checkpoint_state(step, path, hashes, now, key)
         yield state
+        # Only the newest usable checkpoint matters, and checking an older one may take long.
         if state is not None and not state.problems:
             return
 
@@ -347,8 +353,7 @@ def _until_whole(
 def _checkpoint_state(
     step: int, path: Path, hashes: bool, now: float, key: bytes | None
 ) -> CheckpointState | None:
-    """Return a checkpoint's state, or None if the run has deleted it meanwhile as an old checkpoint, which is
-    not an error."""
+    """Return a checkpoint's state; None if the run has deleted it meanwhile."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         age_s = max(now - path.stat().st_mtime, 0.0)
@@ -357,5 +362,7 @@ def _checkpoint_state(
     try:
         problems = tuple(faults_of_checkpoint(path, hashes, key))
     except StorageError as error:
+        # A failing storage is reported as a fault of the checkpoint, and does not hide the rest of the
+        # status.
         problems = (str(error),)
     return CheckpointState(step, str(path), size, age_s, problems, hashes) if path.is_dir() else None

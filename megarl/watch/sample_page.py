@@ -1,9 +1,7 @@
-"""Samples in the report: a panel that filters, sorts and compares responses in the browser, within the one
-page.
+"""The samples panel of the report page: filters, sorts and compares responses in the browser.
 
-A model wrote the samples, so no part of them becomes markup: the page holds them as JSON in which no tag can
-begin, and shows them as text nodes only. The page's content security policy lets the browser run this one
-script and fetch nothing.
+A model wrote the texts, so they never become HTML. They are embedded as JSON in which no tag can begin, and
+are shown as text nodes. The page's content security policy allows this one script and no requests.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 12
 _MOST_BYTES = 3 * 2**20
-# Maximum number of steps and bytes in a page for each kind of samples, and of characters in a text.
+# Limits that keep the page small: steps and bytes per kind of samples, and characters per text.
 _MOST_CHARACTERS = 6000
 
 _LEFT_OUT = ("prompt_ids", "answer_ids")
@@ -257,8 +255,8 @@ draw();
 
 
 def content_policy(with_samples: bool) -> str:
-    """Return the content security policy of a page: it allows the page's own content and only the panel's
-    script."""
+    """Return the content security policy of a page. It allows inline styles and, with samples, only the
+    panel's script, identified by its hash."""
     script = (
         f" script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}';"
         if with_samples
@@ -268,8 +266,8 @@ def content_policy(with_samples: bool) -> str:
 
 
 def samples_panel(run_dir: Path) -> str:
-    """Return the panel with samples of a run, limited to some of its steps if there are many; empty for a run
-    without samples."""
+    """Return the HTML of the samples panel; empty for a run without samples. A long run's panel contains only
+    some steps."""
     try:
         data = {}
         for kind in (TRAIN, VALIDATION):
@@ -281,6 +279,7 @@ def samples_panel(run_dir: Path) -> str:
         return ""
     if not data:
         return ""
+    # JSON in a script element of another type is data: the browser does not execute it.
     return (
         '<section class="card samples" id="samples"><h2>Samples</h2></section>\n'
         f'<script type="application/json" id="samples-data">{_json(data)}</script>\n'
@@ -289,8 +288,8 @@ def samples_panel(run_dir: Path) -> str:
 
 
 def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
-    """Return samples of some steps, up to the page's limit of bytes, with their total numbers; None if there
-    are none."""
+    """Return the panel's data for one kind of samples: the samples of evenly spaced steps, and the total
+    numbers of steps and samples. None if there are none."""
     files = list_samples(directory, kind)
     if not files:
         return None
@@ -307,16 +306,15 @@ def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` of the positions [0, count), evenly spaced, including the first and the
-    last."""
+    """Return up to ``most`` evenly spaced positions of [0, count), including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
 
 
 def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    """Return the first samples that fit into ``most_bytes``, at least one, without fields that the panel does
-    not show."""
+    """Return the first samples that fit into ``most_bytes``, at least one, without the fields that the panel
+    does not show."""
     kept: list[dict[str, Any]] = []
     for row in rows:
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
@@ -332,8 +330,10 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
         try:
             most_bytes -= len(json.dumps(shown, ensure_ascii=False, allow_nan=False))
         except ValueError:
-            # A number is too large for a float: a user has edited the file.
+            # A user has edited the file: the number is infinite.
             continue
+        # Keep the first sample even if it alone exceeds the limit: an empty panel would look like missing
+        # data.
         if most_bytes < 0 and kept:
             break
         kept.append(shown)
@@ -341,10 +341,9 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
 
 
 def _json(data: Any) -> str:
-    """Return JSON in which nothing can close the surrounding element or open another one."""
+    """Encode data as JSON that cannot close the surrounding script element."""
     text = UNSAFE.sub(
         lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, ensure_ascii=False, allow_nan=False)
     )
-    # Escape these characters: within a script element a browser recognises no strings, so that </script would
-    # end it anywhere.
+    # A browser does not parse strings inside a script element, so ``</script`` would end it anywhere.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

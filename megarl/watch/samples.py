@@ -1,4 +1,4 @@
-"""``megarl samples``: shows the prompts and responses of a run in the terminal."""
+"""Implementation of ``megarl samples``: print prompts and responses of a run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Order = Literal["worst", "best", "longest"]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selection of samples.
+    """Which samples to show.
 
     Attributes:
-        step: the step; None for the newest that has samples.
+        step: training step; None for the newest step with samples.
         kind: ``TRAIN`` or ``VALIDATION``.
-        order: sort order; None for the order in which they were written.
-        text: only samples that contain this text (``holds``); without a step, samples of all steps, newest
-            first.
-        against: another step, whose responses to the same prompts are shown next to them.
+        order: sort order; None for the order of the file.
+        text: show only samples that contain this text (see ``holds``). If ``step`` is None, search all steps,
+            newest first.
+        against: another step whose responses to the same prompts are shown side by side.
         number: maximum number of samples.
     """
 
@@ -52,19 +52,19 @@ def run(directory: str, selection: Selection) -> int:
     """Print the selected samples of a run, and return 0.
 
     Raises:
-        DataError: the directory is not that of a run, there are no such samples, or the file system does not
-            respond.
+        DataError: the directory is not a run, no sample is found, or the file system does not respond.
     """
     parts = read_in_time(lambda: list(render(Path(directory), selection)), f"run directory {directory}")
     console = output_console()
     for part in parts:
-        # Wrap softly, so that a pipe receives every line of a response whole.
+        # With soft wrap, a pipe gets the lines of a response unbroken.
         console.print(part, soft_wrap=not isinstance(part, Table))
     return 0
 
 
 def render(run_dir: Path, selection: Selection) -> Iterator[RenderableType]:
-    """Yield the samples as text. Control characters of terminals are replaced by their numbers.
+    """Yield the selected samples as text. Control characters that a terminal would interpret are shown as
+    numbers.
 
     Raises:
         DataError: as in ``run``.
@@ -94,6 +94,7 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
     found = list[Sample]()
     for step in steps:
         found += [row for row in read_samples(files[step]) if holds(row, selection.text)]
+        # Older files need not be read.
         if len(found) >= selection.number:
             break
     if not found:
@@ -106,16 +107,20 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
 
 
 def holds(row: Sample, text: str) -> bool:
-    """Return whether the prompt or the response of a sample contains a text, ignoring case; the page uses the
-    same rule.
+    """Return whether the prompt or the response of a sample contains a text, ignoring case.
 
-    The texts are compared in upper case, because some letters have several lower-case forms.
+    Upper case is compared, because some letters have several lower-case forms. The report page uses the same
+    rule.
     """
     return any(text.upper() in row[name].upper() for name in ("prompt", "answer"))
 
 
 def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Path) -> int:
-    """Return the wanted step, or the newest one if it is None."""
+    """Return the wanted step, or the newest one for None.
+
+    Raises:
+        DataError: the step has no samples.
+    """
     if not files:
         raise DataError(
             f"{run_dir / DIRECTORY} holds no samples of {kind} steps. Fix: let an algorithm that generates "
@@ -124,6 +129,7 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
         )
     step = max(files) if wanted is None else wanted
     if step not in files:
+        # A long run has too many steps to list, so name the nearest.
         near = sorted(sorted(files, key=lambda other: abs(other - step))[:8])
         raise DataError(
             f"step {step} has no {kind} samples in {run_dir / DIRECTORY}. Fix: choose one of "
@@ -133,8 +139,8 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
 
 
 def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
-    """Return samples in an order; equal ones keep their order. Orders by reward leave out masked samples,
-    which have no reward."""
+    """Sort samples; equal ones keep their order. When sorted by reward, masked samples are omitted, because
+    they have no reward."""
     if order is None:
         return list(rows)
     name, sign = ("length", -1) if order == "longest" else ("reward", 1 if order == "worst" else -1)
@@ -142,14 +148,15 @@ def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
 
     def key(row: Sample) -> tuple[bool, float]:
         number = _number(row.get(name))
+        # Samples without a number come last. A NaN as key would make the order arbitrary.
         return math.isnan(number), 0.0 if math.isnan(number) else sign * number
 
     return sorted(scored, key=key)
 
 
 def _number(value: Any) -> float:
-    """Return a value as a number; NaN if it is not a number."""
-    # JSON has no infinite numbers: they are written as texts, which ``float`` reads.
+    """Return a value as a float; NaN if it is not a number."""
+    # JSON has no infinity, so it is stored as a string, which ``float`` can read.
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -157,7 +164,7 @@ def _number(value: Any) -> float:
 
 
 def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
-    """Yield samples one below the other; consecutive responses to the same prompt show the prompt once."""
+    """Yield samples one after the other. A prompt is shown once for consecutive responses to it."""
     before: Any = None
     for row in rows:
         prompt = (row.get("step"), row.get("set"), row["prompt"])
@@ -172,15 +179,17 @@ def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
 
 
 def _said(row: Sample) -> Iterator[RenderableType]:
-    """Yield the response, or each turn of a conversation, with the environment's turns in the style of
-    prompts."""
+    """Yield the response of a sample or, for a multi-turn conversation, all turns. The environment's turns
+    are dimmed like prompts."""
     turns = row.get("turns")
+    # An edited or damaged entry still has its response as one text.
     if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns
     ):
         yield _visible(row["answer"])
         return
     for turn in turns:
+        # A new segment means that the chat template changed the tokens of earlier turns.
         if turn.get("segment") is not None:
             yield Text(
                 f"segment {_plain(turn['segment'])}: the template writes earlier responses "
@@ -193,12 +202,12 @@ def _said(row: Sample) -> Iterator[RenderableType]:
 
 
 def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:
-    """Yield responses to the same prompts at two steps side by side, those of the earlier step on the
-    left."""
+    """Yield the responses to the same prompts at two steps side by side, the earlier step on the left."""
     steps = sorted(
         _step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against)
     )
     left, right = (_by_identity(read_samples(files[step])) for step in steps)
+    # A list instead of a set intersection, to keep the order of the file.
     both = [name for name in left if name in right]
     if not both:
         fix = (
@@ -231,19 +240,20 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
 
 
 def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
-    """Return samples by a key that matches samples of other steps: set, record, prompt, number of the
-    response, and a count, because a step may have a record twice."""
+    """Index a step's samples by a key that is comparable across steps: data set, record, prompt, response
+    number, and an occurrence counter, because a step may contain a record twice."""
     seen: Counter[tuple[str, ...]] = Counter()
     found: dict[tuple[str, ...], Sample] = {}
     for row in rows:
         shared = tuple(repr(row.get(name)) for name in ("set", "record", "prompt", "generation"))
+        # Several responses to one prompt differ only in their order, which is the same at both steps.
         found[(*shared, str(seen[shared]))] = row
         seen[shared] += 1
     return found
 
 
 def _place(row: Sample, *, with_step: bool = True) -> str:
-    """Return the source of a sample's prompt as text."""
+    """Return a line that names the source of a sample's prompt."""
     parts = [f"step {_plain(row.get('step'))}"] if with_step else []
     parts += [f"set {_plain(row['set'])}"] if row.get("set") is not None else []
     parts.append(f"prompt {_plain(row.get('record'))} of {_plain(row.get('source') or 'the data')}")
@@ -261,9 +271,9 @@ def _weights(row: Sample) -> str:
 
 
 def _figures(row: Sample) -> Text:
-    """Return the figures of a sample as one line."""
+    """Return a line with a sample's reward and other numbers."""
     parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
-    # Show a reward for every response, so that a missing one is visible.
+    # Always show the reward, so that a missing one is visible.
     figures = {
         name: row.get(name) for name in _SHOWN if name == "reward" or row.get(name) is not None
     } | dict(parts or {})
@@ -287,7 +297,7 @@ def _figures(row: Sample) -> Text:
 
 
 def _plain(value: Any) -> str:
-    """Return any value of a file as text for a line of figures, without line breaks and unsafe characters."""
+    """Format any value of a sample file for a one-line display: no line breaks, unsafe characters escaped."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -296,7 +306,7 @@ def _plain(value: Any) -> str:
 
 
 def _visible(text: str, style: str = "") -> Text:
-    """Return a text with unsafe characters shown as highlighted numbers."""
+    """Return a text in which unsafe characters are replaced by highlighted escapes."""
     shown, end = Text(style=style), 0
     for match in UNSAFE.finditer(text):
         shown.append(text[end : match.start()]).append(_by_number(match), style="reverse")

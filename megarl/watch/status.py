@@ -1,4 +1,4 @@
-"""``megarl status``: shows the status of a run, for a person or as JSON."""
+"""Implementation of ``megarl status``: print the state of a run as text or JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MISMATCH = "train/token_mult_prob_error"
 ROLLOUT_AGE = "train/rollout_age"
 MEMORY, PEAK_MEMORY = "performance/memory_gib", "performance/peak_memory_gib"
 KL = "train/kl_penalty"
-# A name, the metrics to look for, and whether more is better (None: neither).
+# (title, metric names in order of preference, whether larger values are better; None if neither is).
 SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
     ("reward", REWARD_NAMES, True),
     ("validation accuracy", ACCURACY_NAMES, True),
@@ -60,10 +60,10 @@ _NOTHING = Series((), ())
 
 
 def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
-    """Print the status of a run, and return 0 whatever its state is.
+    """Print the status of a run, and return 0 in any state of the run.
 
     Raises:
-        DataError: the directory is not that of a run.
+        DataError: the directory is not a run.
     """
     state = read_run_state(Path(directory), hashes)
     if as_json:
@@ -75,12 +75,12 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
 
 
 def as_plain(state: RunState) -> dict[str, Any]:
-    """Return the state as JSON data.
+    """Return the state as JSON-compatible data.
 
-    Displayed metrics, the mismatch and memory have their last, first, smallest and largest values.
-    ``reward_errors`` and ``reward_timeouts`` have their sums over all steps, if there are any.
+    The metrics of ``SHOWN``, the mismatch and the memory have their last, first, smallest and largest value.
+    ``reward_errors`` and ``reward_timeouts`` are summed over all steps, and omitted if 0.
     """
-    fields = asdict(replace(state, series={}))  # asdict would copy the series number by number
+    fields = asdict(replace(state, series={}))  # ``asdict`` would copy the series number by number.
     del fields["series"]
     wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
     for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY), ("peak_memory_gib", PEAK_MEMORY)):
@@ -97,6 +97,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
         for name, curve in wanted.items()
     }
     fields["reward_faults"] = {name: sum(curve.values) for name, curve in _fault_curves(state.series).items()}
+    # The first launch is not a restart, and a run directory may have no recorded launch.
     fields["restarts"] = max(len(state.launches) - 1, 0)
     fields["worker_restarts"] = restarts_within(state.launches, WORKERS)
     fields["engine_restarts"] = restarts_within(state.launches, ENGINES)
@@ -104,7 +105,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
 
 
 def render(state: RunState) -> RenderableType:
-    """Return the status as text that fits 80 columns unless names are longer."""
+    """Return the status as text that fits 80 columns, unless names are longer."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -138,7 +139,7 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     yield "progress", _progress(state)
     if state.launches:
         restarts, last = len(state.launches) - 1, state.launches[-1]
-        # A launch in which no step began has no first step to name.
+        # A launch that failed early has no first step.
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
         start = (
             "started"
@@ -174,8 +175,8 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
 
 
 def _rollouts_text(state: RunState) -> str:
-    """Describe the age of responses that are sampled during training, and whether training or the engines
-    wait."""
+    """Describe, for an asynchronous run, the age of responses and how long training and engines wait for each
+    other."""
     age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
     lead = "" if age is None else f"sampled {age:g} step{'' if age == 1 else 's'} before they are trained on"
     shares = ""
@@ -195,7 +196,7 @@ def _rollouts_text(state: RunState) -> str:
 
 
 def _restarts_text(launches: Sequence[Launch]) -> str:
-    """Describe the restarts within launches, with the last reason; empty if there were none."""
+    """Describe the restarts within launches and the last reason; empty if there were none."""
     counts = {what: restarts_within(launches, what) for what in (WORKERS, ENGINES)}
     if not any(counts.values()):
         return ""
@@ -207,6 +208,7 @@ def _restarts_text(launches: Sequence[Launch]) -> str:
 
 
 def _progress(state: RunState) -> Text:
+    # Without a configuration, neither the share nor the ETA is known.
     if not state.total_steps:
         return Text(f"step {state.step}")
     share = min(state.step / state.total_steps, 1.0)
@@ -217,15 +219,15 @@ def _progress(state: RunState) -> Text:
     )
     if state.eta_s and state.state in {"running", "elsewhere"}:
         text.append(f", ETA {format_seconds(state.eta_s)}")
+    # A run that has stopped has no time of arrival, only steps left.
     elif state.eta_s and state.step:
         text.append(f", {format_seconds(state.eta_s)} of training left")
     return text
 
 
 def _not_finite_text(state: RunState) -> str:
-    """Return a line with the metrics whose latest value is NaN or infinite, starting with the one that has
-    been so longest."""
-    # Name the earliest metrics first, because they are nearest to the cause and the others follow from it.
+    """Return a line with the metrics whose newest value is NaN or infinite, earliest first."""
+    # The metric that broke first is nearest to the cause.
     names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(f"{name} since step {state.not_finite[name]}" for name in names[:_NAMED]) + more
@@ -238,6 +240,7 @@ def _checkpoint(state: RunState) -> Text:
     checkpoint = state.checkpoint
     text = Text(f"step {checkpoint.step}, ").append_text(_wholeness(checkpoint))
     text.append(f", {size_text(checkpoint.size)}, {format_seconds(checkpoint.age_s)} old")
+    # A newer checkpoint than the usable one can only be a damaged one.
     others = [step for step in state.checkpoints if step != checkpoint.step]
     if others:
         text.append(
@@ -255,9 +258,9 @@ def _wholeness(checkpoint: CheckpointState) -> Text:
 
 
 def _mismatch(curve: Series, ages: Series) -> Text:
-    """Return a text about the mismatch between the probabilities of generation and of training; 1 is none. If
-    responses wait before they are trained on, the steps in between contribute to it."""
-    # Compare distances from 1, because a ratio below 1 is as bad as one above it.
+    """Describe the ratio between the probabilities of the engine and of training; 1 means equal. If responses
+    are several steps old when they are trained on, the weights' change contributes to it."""
+    # A ratio below 1 is as bad as one above.
     worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
     steps_apart = ages.values[-1] if ages.values else None
     whose = f", whose weights are {steps_apart:g} steps apart" if steps_apart else ""
@@ -269,7 +272,8 @@ def _mismatch(curve: Series, ages: Series) -> Text:
 
 
 def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Return the curves of training responses without a reward, without those that are always 0."""
+    """Return metric -> curve of the counts of training responses whose reward failed, without those that are
+    always 0."""
     return {
         name: series[f"train/{name}"]
         for name in REWARD_FAULTS
@@ -282,6 +286,7 @@ def _reward_faults(series: Mapping[str, Series]) -> str:
     reward."""
     faults = []
     for name, curve in _fault_curves(series).items():
+        # Metrics are logged at every step, so the last value is often 0.
         last = max(index for index, value in enumerate(curve.values) if value)
         faults.append(
             f"{name} {sum(curve.values):,.0f} in all, the last {curve.values[last]:,.0f} in step "
@@ -310,7 +315,7 @@ def _metrics_table(metrics: Sequence[tuple[str, Series, bool | None]]) -> Table:
 
 
 def best_of(curve: Series, better: bool | None) -> str:
-    """Return the best value and its step; empty if neither larger nor smaller values are better."""
+    """Return the best value and its step as text; empty if neither larger nor smaller is better."""
     if better is None:
         return ""
     value = (max if better else min)(curve.values)
@@ -318,7 +323,7 @@ def best_of(curve: Series, better: bool | None) -> str:
 
 
 def _table(first: str, numbers: Sequence[str], *last: str) -> Table:
-    """Return a table without lines: names, columns of numbers, and curves."""
+    """Return a table without borders: a column of names, columns of numbers, further columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(first, style="bold", no_wrap=True)
     for heading in numbers:
@@ -338,7 +343,7 @@ def _phase_table(state: RunState) -> Table:
 
 
 def _rate_table(rates: Mapping[str, float]) -> Table:
-    """Return a table with tokens per second, TFLOP/s and utilisation of each phase and of the whole step."""
+    """Return a table of tokens per second, TFLOP/s and utilisation of each phase and of the step."""
     table = _table("throughput", ("tokens/s", "a device", "TFLOP/s a device", "MFU"))
     for phase, title in (*RATED_PHASES.items(), ("", "whole step")):
         prefix = f"{phase}_" if phase else ""
@@ -361,14 +366,14 @@ def _bar(share: float) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int = _TREND) -> str:
-    """Return a curve as one line of blocks: the means of ``width`` equal parts, with the lowest block for the
-    lowest mean."""
+    """Draw a curve as a line of block characters. Each block is the mean of one of ``width`` equal parts,
+    scaled to the range of these means."""
     size = min(width, len(values))
     bounds = [len(values) * index // size for index in range(size + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
     low, high = min(means), max(means)
     if high == low:
-        # Show a constant curve as a low line, because it has no height to scale by.
+        # A constant has no range to scale by.
         return _BLOCKS[0] * size
     return "".join(
         _BLOCKS[min(int((value - low) / (high - low) * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in means
