@@ -183,8 +183,8 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
 
 
 def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
-    """Yield the words to try removing from the names: first those of known wrappers, then any prefix of an
-    expected name."""
+    """Yield words to remove from names: those of known wrappers, then the prefixes of some well-known
+    tensors."""
     # Most expected names contain ``model``. It therefore counts as a wrapper only as a prefix, below.
     for word in _WRAPPERS:
         if word != "model":

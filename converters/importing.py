@@ -110,7 +110,7 @@ class ImportPlan(Plan):
 
     @property
     def object_names(self) -> list[str]:
-        """Names of the module states in the checkpoint."""
+        """Names of the module states that the checkpoint contains."""
         names: list[str] = []
         for rule in self.rules:
             names += extra_state_keys(self.place(rule))

@@ -184,7 +184,7 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
 
 
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of a Hugging Face directory."""
+    """Return all tensors in the safetensors files of a directory."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(file)

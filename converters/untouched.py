@@ -38,7 +38,7 @@ class Untouched:
         ]
 
     def __str__(self) -> str:
-        """Return the parts and their numbers of tensors; empty if there are none."""
+        """Return the parts and their numbers of tensors as text; empty if there are none."""
         counts = dict.fromkeys((_VISION, _PREDICTION), 0)
         for name in self._names:
             for prefix, what in self._prefixes.items():

@@ -134,7 +134,7 @@ def _has_kind(found: Sequence[Difference], *kinds: str) -> bool:
 
 
 def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
-    """Return the patterns that the manifests of the checkpoints record as excused."""
+    """Return the patterns of excused names in the checkpoints' manifests."""
     names: dict[str, None] = {}
     for each in opened:
         if each.manifest is not None:

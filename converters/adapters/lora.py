@@ -383,8 +383,8 @@ def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tup
 def _left_out(
     config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]
 ) -> list[str]:
-    """Return a problem for each module that the config lists and that has no factors, except modules of
-    ``untrained`` layers."""
+    """Return a problem for each module that the config lists but that has no factors, except in ``untrained``
+    layers."""
     problems = []
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")

@@ -227,7 +227,7 @@ def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
 
 
 def _may_stack(rules: Sequence[Rule], architecture: Architecture) -> bool:
-    """Return whether layers of the model can be stacked and all have the same adapters."""
+    """Return whether the layers can be stacked, which requires equal adapters in all layers."""
     if not is_stacked(architecture):
         return False
     # A stacked tensor has an index for each layer, so every layer needs the adapter.

@@ -45,12 +45,12 @@ def single(index: Sequence[int]) -> Box:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return the box relative to the beginning of ``outer``."""
+    """Return a box relative to an origin."""
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
-    """Return the view of a tensor that a box describes."""
+    """Return the view of a tensor that a box selects."""
     return tensor[tuple(itertools.starmap(slice, box))]
 
 

@@ -66,7 +66,7 @@ def check_raw(options: Mapping[str, Any], config_class: type) -> None:
 
 
 def dtype_problems(config: Mapping[str, Any]) -> list[str]:
-    """Return the problems with the config's dtypes; loading a model with any other name of a dtype fails."""
+    """Return the problems with a config's dtypes. Loading a model fails with an unknown dtype name."""
     problems = []
     for key in ("dtype", "torch_dtype"):
         value = config.get(key)

@@ -261,8 +261,7 @@ _LARGEST = 2**24
 
 
 def find_run_config(directory: Path) -> Path | None:
-    """Return the path of ``run_config.yaml`` in a checkpoint's directory or its parent, or None if there is
-    none."""
+    """Return ``run_config.yaml`` in the directory of a checkpoint or its parent, or None."""
     return next(filter(Path.is_file, (directory / RUN_CONFIG_FILE, directory.parent / RUN_CONFIG_FILE)), None)
 
 

@@ -97,7 +97,7 @@ def all_rules(architecture: Architecture) -> list[Rule]:
 
 
 def hf_tensors(architecture: Architecture) -> list[HuggingFaceTensor]:
-    """Return every tensor of the Hugging Face checkpoint with its shape, each exactly once."""
+    """Return all tensors of the Hugging Face checkpoint, each once."""
     return list(parts_in(all_rules(architecture)))
 
 
@@ -131,8 +131,7 @@ def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
 
 
 def _nested(rules: Iterable[Rule], family: Family) -> Iterator[Rule]:
-    """Yield the rules with the names that the text's tensors have, or may have, in checkpoints of the
-    family."""
+    """Return the rules with the tensor names that the family's checkpoints have for the text model."""
     for rule in rules:
         if family.sees or family.may_be_nested:
             rule = replace(rule, parts=tuple(_nested_part(part, family) for part in rule.parts))

@@ -186,7 +186,7 @@ class TorchDistCheckpoint:
         return bytes(content)
 
     def is_saved(self, key: str, box: Box) -> bool:
-        """Return whether every element of a box was saved exactly once, from the index alone."""
+        """Return whether every element of a box was saved exactly once; reads only the index."""
         return missing_elements(box, overlaps(box, self._candidates(self._entry(key), box))) == 0
 
     def _candidates(self, stored: _Stored, box: Box) -> list[_Chunk]:

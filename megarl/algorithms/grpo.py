@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AdvEstimatorConfig(TypedDict):
-    """Estimator of advantages from rewards."""
+    """Advantage estimator and its options."""
 
     name: Annotated[
         str,
@@ -55,7 +55,7 @@ class AdvEstimatorConfig(TypedDict):
 
 
 class RewardedConfig(SampledConfig):
-    """Keys of GRPO and PPO, which train on sampled responses by their rewards."""
+    """Keys shared by GRPO and PPO, which train on sampled responses and their rewards."""
 
     reward_model_weight: NotRequired[
         Annotated[

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledConfig(TypedDict):
-    """Numbers of steps, prompts and validations of an algorithm that trains on sampled responses."""
+    """Keys of all algorithms that train on sampled responses: steps, sampling and validation."""
 
     num_prompts_per_step: Annotated[
         int,

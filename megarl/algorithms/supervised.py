@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SupervisedConfig(TypedDict):
-    """Numbers of steps and validations of an algorithm that trains on given answers. A sample is one record;
-    in preference data, a pair of answers."""
+    """Keys of all algorithms that train on given answers: steps and validation. A sample is a row or, for
+    preferences, a pair."""
 
     max_num_steps: Annotated[
         int,

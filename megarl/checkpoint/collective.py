@@ -102,7 +102,8 @@ _KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
 
 
 def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
-    """Raise on all ranks if any rank has a problem, and name the first one. A collective over all ranks."""
+    """Raise on all ranks if any rank has a problem; the message names the first one. Collective over all
+    ranks."""
     problems = gather_objects((problem, issubclass(kind, StorageError)))
     for rank, (text, of_storage) in enumerate(problems):
         if text is not None:

@@ -119,7 +119,7 @@ def transient_cause(error: BaseException | None) -> OSError | None:
 
 
 def tree_bytes(root: Path) -> int:
-    """Return the bytes of all files below ``root``; 0 if there is no such directory."""
+    """Return the bytes of all files below ``root``; 0 if the directory does not exist."""
     total = 0
     for directory, _, names in os.walk(root):
         for name in names:

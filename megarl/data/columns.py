@@ -303,7 +303,7 @@ def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
-    """Return a description of what a reading leaves out of the prompt, or None."""
+    """Return a message about what a reading would leave out of the prompt, or None."""
     named: Any = reading.get("prompt_key", reading.get("messages_key", reading.get("chosen_key")))
     keys = fields_of_key(named)
     return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)

@@ -182,7 +182,8 @@ class Examples(Sequence[Example]):
         return digest.hexdigest()
 
     def lengths(self, with_answers: bool) -> np.ndarray:
-        """Return the number of tokens of each example, [examples] int64."""
+        """Return the number of tokens of each example, [examples] int64. Answers count only if
+        ``with_answers``."""
         found: list[np.ndarray] = []
         for table, repeat, _ in self._parts:
             lengths = sum(table.columns[name].lengths for name in _token_columns(with_answers))
@@ -190,7 +191,8 @@ class Examples(Sequence[Example]):
         return np.concatenate(found)
 
     def largest_token(self, with_answers: bool) -> int:
-        """Return the largest token id; -1 if there are no tokens."""
+        """Return the largest token id in prompts (and in answers if ``with_answers``); -1 if there are no
+        tokens."""
         largest = -1
         for table, _, _ in self._parts:
             for name in _token_columns(with_answers):
@@ -249,7 +251,7 @@ class Dataset:
         return [self.examples[place] for place in self.places(indices)]
 
     def places(self, indices: Iterable[int]) -> list[int]:
-        """Return the positions of these records' examples among all examples."""
+        """Convert record indices to the indices of their examples."""
         places: list[int] = []
         for index in indices:
             places += range(index * self.of_record, (index + 1) * self.of_record)
@@ -454,8 +456,8 @@ def bound_cache(config: DataConfig) -> None:
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, digest: str) -> str:
-    """Return a digest of everything that the tokens and the refusals depend on: tokenizer, templates, limits,
-    and the stored bytes of the source."""
+    """Return a digest of everything that determines the token ids and the set of rejected records: tokenizer,
+    templates, length limits, and the source's stored bytes."""
     keys = (*FIELD_KEYS, "extra_keys", "max_samples", *(PAIR_KEYS if reading.pairs else ()))
     fields = {key: source.get(key) for key in keys} | {"set": set_module(source)}
     limits: list[Any] = [

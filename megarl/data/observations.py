@@ -387,7 +387,7 @@ def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether a text may contain two tokens at positions that share characters."""
+    """Return whether two tokens may occur in a text at positions that share characters."""
     for size in range(1, min(len(one), len(other)) + 1):
         if one[-size:] == other[:size] or other[-size:] == one[:size]:
             return True

@@ -89,7 +89,7 @@ class Record:
 
     @property
     def has_system(self) -> bool:
-        """True if its messages begin with a system message of their own."""
+        """True if the prompt's messages start with a system message."""
         return not isinstance(self.prompt, str) and bool(self.prompt) and self.prompt[0]["role"] in _SYSTEM
 
 

@@ -406,8 +406,8 @@ class PromptEncoder:
         return self._messages(record, (*record.prompt, record.last))
 
     def unwritten_role(self, record: Record, text: str) -> str | None:
-        """Return the role of a turn of the prompt, the system's or the user's, that is missing from its
-        ``text``; None if all are there."""
+        """Return the role of a prompt message that the rendered ``text`` lacks, or None if all are there.
+        Only system and user messages are checked."""
         for message in self._prompt_messages(record):
             # Do not check the other roles: tool calls and results may be written in another form, and
             # reasoning may be left out.

@@ -107,8 +107,8 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
 
 
 def check_requirements() -> Check:
-    """Check whether the installed versions meet the requirements of torch, megatron-core, vLLM and similar
-    packages; absent packages are ignored."""
+    """Check that the installed versions meet the requirements of torch, megatron-core, vLLM and similar
+    packages. Packages that are not installed are ignored."""
     broken = list(chain.from_iterable(map(broken_requirements, BUILT_FOR_EACH_OTHER)))
     here = [name for name in BUILT_FOR_EACH_OTHER if installed_version(name) is not None]
     if not broken:
@@ -131,8 +131,8 @@ def broken_requirements(name: str) -> Iterator[str]:
 
 
 def check_shared_files() -> Iterator[Check]:
-    """Check whether two packages have written the same library, as those of NCCL for CUDA 12 and 13 do. torch
-    loads the one that was written last."""
+    """Yield a failure for each NVIDIA library that two packages have installed to the same path, such as NCCL
+    for CUDA 12 and 13. torch loads the one that was installed last."""
     owners: dict[str, set[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = canonicalize_name(distribution.metadata["Name"] or "")
@@ -239,8 +239,7 @@ def check_entry_point() -> Check:
 
 
 def compiled_modules(name: str) -> list[str]:
-    """Return the names of the compiled modules at the top of a distribution's package, such as ``vllm._C``,
-    without duplicates."""
+    """Return the compiled modules of a distribution, such as ``vllm._C``."""
     # Find the modules by their files: importing the package to get their names would load them here.
     modules = set()
     for path in importlib.metadata.files(name) or ():

@@ -121,7 +121,7 @@ def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | N
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables of a command's process."""
+    """Return the environment variables for the child process."""
     kept = dict(env.snapshot())
     # Remove these: Jupyter requests colours, which make rich treat the pipe as a terminal and redraw its
     # lines indefinitely.

@@ -161,7 +161,7 @@ def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
 
 
 def phase_names(series: Mapping[str, Series]) -> list[str]:
-    """Return the timing metrics of the top-level phases that add to a step's duration, longest first."""
+    """Return the timing metrics of the top-level phases that make up a step's duration, longest first."""
     seconds: dict[str, float] = {}
     for name, curve in series.items():
         if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP:

@@ -105,7 +105,7 @@ class Panel:
     zero_is_absent: bool = False
 
     def shown(self, curve: Curve, series: Mapping[str, Series]) -> Series | None:
-        """Return the first of a curve's metrics that the run has, or None if there is nothing to show."""
+        """Return the series of the first of a curve's metrics that the run has, or None."""
         for name in curve.metrics:
             metric = series.get(name)
             if metric and (any(metric.values) if self.zero_is_absent else metric.steps):

@@ -121,8 +121,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Downsample a curve into ``parts`` equal bins, and return each bin's mean step and its mean, minimum and
-    maximum value."""
+    """Downsample a curve to ``parts`` bins with equally many points. Return the mean step, mean, minimum and
+    maximum of each bin."""
     steps, means, lowest, highest = [], [], [], []
     bounds = [len(curve.steps) * index // parts for index in range(parts + 1)]
     for low, high in pairwise(bounds):

@@ -434,8 +434,8 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.f
 
 
 def idle_fields(case: Case) -> dict[str, str]:
-    """Return the fields that differ from their defaults although they have no effect in this case, each with
-    the setting that has no use for it."""
+    """Return field -> ``name=value`` of the setting that ignores it, for fields that differ from their
+    default without having an effect."""
     owners = {name: getattr(case, name) for name in ("backend", "family", "batching", "optimizer", "paths")}
     owners["loss"] = case.loss_kind
     idle: dict[str, str] = {}

@@ -144,9 +144,9 @@ def _likeliest(
     distributions: Tensor,
     bounds: Bounds,
 ) -> Iterator[Difference]:
-    """Yield the differences of the most likely tokens. Their log-probabilities must be the largest, and must
-    be those of the tokens that are reported with them. Tokens that are equal within rounding may be in either
-    order, but no token may be reported twice."""
+    """Yield the deviations of the most likely tokens. Their log-probabilities must be the largest, and belong
+    to the reported tokens. Tokens with equal probabilities up to rounding may be in either order, but none
+    may be reported twice."""
     logits = dealt.restore([part["topk_logits"] for part in parts])
     tokens = dealt.restore([part["topk_indices"] for part in parts])
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
@@ -298,8 +298,8 @@ def _first_shares(shares: Sequence[Share]) -> dict[int, Share]:
 
 
 def _replicas(shares: Sequence[Share]) -> list[Difference]:
-    """Check, in every precision, that ranks with the same rows reply the same, and that all ranks report the
-    same loss."""
+    """Check that ranks with the same rows have exactly the same results, and that all ranks report the same
+    loss."""
     first = _first_shares(shares)
     found = []
     for rank, share in enumerate(shares):

@@ -272,7 +272,8 @@ class Expected:
 
 
 class _Step(NamedTuple):
-    """Result of one optimizer step: metrics of its global batch and the size of their terms."""
+    """Result of one optimizer step: loss, gradient norm and metrics of its global batch, with their
+    scales."""
 
     loss: float
     norm: float
@@ -478,8 +479,8 @@ class ReferenceTrainer:
 def _optimizer(
     parameters: Sequence[Tensor], decays: Sequence[bool], hyper: Hyperparameters
 ) -> torch.optim.Optimizer:
-    """Return AdamW or SGD, with weight decay only on the parameters that ``decays`` marks, which excludes
-    vectors (norms and biases)."""
+    """Return AdamW or SGD. Only parameters that ``decays`` marks have weight decay; norms and biases do
+    not."""
     groups: list[dict[str, Any]] = [{"params": [], "decays": True}, {"params": [], "decays": False}]
     for parameter, decayed in zip(parameters, decays, strict=True):
         groups[not decayed]["params"].append(parameter)

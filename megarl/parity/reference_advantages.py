@@ -46,8 +46,8 @@ def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _answers(data: Columns, which: str = "sample_mask") -> dict[int, list[int]]:
-    """Return the positions of unmasked tokens in each row that is trained on, or with ``rewarded`` in each
-    row that has a reward."""
+    """Return the positions of response tokens for each row that is trained on; with ``which="rewarded"``, for
+    each row that has a reward."""
     places: dict[int, list[int]] = {}
     for row, counts in enumerate(data[which]):
         if float(counts) != 0:
@@ -123,8 +123,11 @@ def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict
 
 
 def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
-    """Write advantages into ``found``: the reward, less the penalties of the token and of those after it,
-    less the mean of the prompt for ``reinforce-baseline``, whitened over tokens."""
+    """Write REINFORCE++ advantages into ``found``: the reward minus the KL penalties of this token and of all
+    later ones, whitened over all tokens.
+
+    ``reinforce-baseline`` first subtracts the mean reward of the prompt.
+    """
     places_of, returns = [], []
     for row, places in _answers(data).items():
         reward, penalties = float(data["reward"][row]), _penalties(case, data, row, places)
@@ -143,8 +146,8 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
 
 
 def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
-    """Compute equation 16 literally: each advantage is the sum of all later errors of the values, each with
-    its discount."""
+    """Compute equation 16 of generalized advantage estimation literally: each advantage is the discounted sum
+    of all later temporal-difference errors."""
     advantages = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
     before, returns = torch.zeros_like(advantages), torch.zeros_like(advantages)
     (gamma,), (trace,) = _numbers(case, "gamma"), _numbers(case, "lambda")

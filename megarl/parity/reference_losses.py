@@ -251,8 +251,8 @@ def _preference(call: _Call, logprobs: Tensor) -> Loss:
 
 
 def _scores_of_pairs(call: _Call, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the scores of the chosen and the rejected answer of each unmasked pair. The score of an answer is
-    the value of its last token."""
+    """Yield the scores of the chosen and the rejected response of each unmasked pair: the values of their
+    last tokens."""
     lengths = call.data["input_lengths"]
     for (chosen, _), (rejected, _) in call.pairs_of_rows():
         yield values[chosen, int(lengths[chosen]) - 1], values[rejected, int(lengths[rejected]) - 1]
@@ -274,8 +274,11 @@ def _bradley_terry(call: _Call, values: Tensor) -> Loss:
 
 
 def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
-    """Return the size of the scores that cancel in a margin, and the scale of the accuracy. An error of a
-    score is relative to the score, which is more than the rounding error of their difference."""
+    """Return sizes for the margin, in which scores cancel, and for the accuracy.
+
+    An error of a score is relative to the score and exceeds the rounding error of the difference, so the size
+    is larger than rounding alone requires.
+    """
     margins, total = list[tuple[float, float]](), 0.0
     for chosen, rejected in _scores_of_pairs(call, values):
         size = float(chosen.abs() + rejected.abs())
@@ -288,7 +291,7 @@ def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
 
 
 def _rounded_in_returns(call: _Call, values: Tensor) -> dict[str, float]:
-    """Return the size of the returns, which have both signs and may cancel in their mean."""
+    """Return the size for the mean return: returns have both signs and may cancel in their mean."""
     size = 0.0
     for row, places in call.rows():
         size += float(call.at("returns", row, places).abs().sum())

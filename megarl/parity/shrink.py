@@ -71,7 +71,7 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def _simpler_in(case: Case, name: str) -> Iterator[Case]:
-    """Yield cases that are simpler in one field, and in the fields that depend on it."""
+    """Yield cases that are simpler in one field and in the fields that depend on it."""
     value, default = getattr(case, name), DEFAULTS[name]
     if case.family in SPARSE and name in ("experts", "topk", "expert"):
         # A mixture-of-experts model with fewer than two experts is not valid.

@@ -266,8 +266,8 @@ class Collector:
     def _earlier(
         self, episodes: Sequence[Episode], samples: BatchedDataDict[Any]
     ) -> BatchedDataDict[Any] | None:
-        """Return all segments except the last one of each episode, see ``Rollouts``; None if there are none.
-        Update the columns of ``samples`` that count all segments of a response."""
+        """Return all segments except the last of each episode (see ``Rollouts.earlier``), or None if there
+        are none. Otherwise also update the columns of ``samples`` that count all segments of a response."""
         segments, rows = list[Segment](), list[int]()
         for row, episode in enumerate(episodes):
             segments += episode.segments[:-1]
@@ -392,7 +392,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Count the episodes by the reason of their end, and the observed tokens of all."""
+    """Count episodes by stop reason, and the observed tokens of all episodes."""
     metrics = {f"{EPISODES}{reason}": 0.0 for reason in StopReason}
     observed = 0.0
     for episode in episodes:

@@ -237,7 +237,7 @@ def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[Ba
 
 
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
-    """Return an example of each column that any batch has, by name."""
+    """Map each column name that occurs in any batch to an example of its values."""
     # Iterate in reverse, so that a column has the type of the first batch that holds it.
     columns: dict[str, Any] = {}
     for rollouts in reversed(batches):

@@ -134,7 +134,7 @@ class Episode:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of all turns."""
+        """Rewards of all turns, in order."""
         rewards: list[float] = []
         for segment in self.segments:
             rewards += segment.rewards
@@ -337,8 +337,8 @@ class EpisodeRunner:
         return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns
 
     def _answered(self, in_waves: bool) -> dict[int, Request]:
-        """Have the environment process all responses that it can process now, and return the next
-        requests."""
+        """Pass responses to the environment as far as it can process them now. Return the next requests of
+        the episodes that continue."""
         # Sort the numbers: completions arrive in any order, but the environment has to be called in the same
         # order in every run.
         together: list[int] = []

@@ -149,7 +149,7 @@ def _bare_choice(text: str) -> str | None:
 
 
 def _readings(text: str) -> list[str]:
-    """Return the spelled text and, if it has a number like 2e-1, also a reading with e as Euler's number."""
+    """Return the text and, if it contains a number like 2e-1, also a variant in which e is Euler's number."""
     by_euler = re.sub(r"([0-9])e(?=[-+][0-9])", r"\1 e ", text)
     return list(map(spell, dict.fromkeys((text, by_euler))))
 
@@ -421,8 +421,8 @@ def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
 
 
 def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) -> bool:
-    """Compare a set with a list of conditions or sets that are joined by ``or``, by ``and``, or by commas,
-    which may mean either."""
+    """Compare a set with a list of conditions or sets joined by ``or``, ``and`` or commas. A comma may mean
+    either."""
     if len(first) == len(second):
         return False
     for side in (first, second):
@@ -550,7 +550,7 @@ def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool
 
 
 def _parts_agree(reference: str, response: str) -> bool:
-    """Compare two parts, each either words or a value, of answers that have words between values."""
+    """Compare one part each (words, or a value) of two answers that have words between values."""
     if reference.startswith(OPEN) != response.startswith(OPEN):
         return False
     if reference.startswith(OPEN):

@@ -636,8 +636,8 @@ def _is_outage(error: BaseException | None) -> bool:
 
 
 def _is_of_a_file(error: ImportError) -> bool:
-    """Return whether the failed import is in a file. A response's program that a function runs has no
-    file."""
+    """Return whether the failed import statement is in a file. Code of a response that the function executes
+    has no file."""
     path = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename

@@ -327,7 +327,7 @@ def get_reward(spec: RewardSpec) -> Reward:
 
 
 def _of_function(function: Callable[..., Any]) -> Reward:
-    """Wrap a user's function as a reward. The names of its parameters determine its arguments."""
+    """Wrap a user-defined function as a reward. Its parameter names determine the arguments that it gets."""
     arguments = arguments_of(function)
 
     def judge(task: Task) -> Any:

@@ -263,8 +263,8 @@ def _token_ids(samples: BatchedDataDict[Any], row: int) -> dict[str, list[int]]:
 
 
 def _numbers(values: Tensor) -> list[float | str | None]:
-    """Convert values to JSON numbers, with as few digits as reproduce the float32 exactly. NaN becomes None,
-    and an infinity becomes ``inf`` or ``-inf``."""
+    """Convert float32 values to JSON numbers with the shortest digits that restore them exactly. NaN becomes
+    None, an infinity ``inf`` or ``-inf``."""
     numbers: list[float | str | None] = []
     for value in map(float, map(str, values.detach().float().numpy())):
         numbers.append(value if np.isfinite(value) else None if np.isnan(value) else str(value))

@@ -221,8 +221,8 @@ class SingleTurn:
 
     @property
     def final_answer(self) -> Callable[[str], str | None] | None:
-        """Function that extracts a response's final answer, from the first reward that measures correctness
-        and has such a function; None if there is none."""
+        """Function that extracts the final answer from a response. It comes from the first reward function
+        that measures correctness and can extract answers; None if there is no such function."""
         for part in self._parts:
             if part.reward.tells_right_from_wrong and part.reward.final_answer is not None:
                 return part.reward.final_answer
@@ -270,8 +270,8 @@ class SingleTurn:
         return [next(rest) if score is None else score for score in found]
 
     def _pooled_tasks(self, turn: Turn) -> list[tuple[Hashable, tuple[int, Task]]]:
-        """Return the tasks for the pool, each with a key. They are ordered by reward, so that the slow
-        responses of different rewards are spread out."""
+        """Return the pool's tasks, each with a key that identifies it. Tasks are ordered by reward, so that a
+        response which is slow for every reward does not occupy neighbouring slots."""
         tasks = self._tasks(turn)
         found: list[tuple[Hashable, tuple[int, Task]]] = []
         for part in self._parts:
@@ -459,8 +459,7 @@ def _with_a_score_each(columns: list[list[Score]]) -> list[list[Score]]:
 
 
 def _weighted(parts: Sequence[_Part], scores: Sequence[Score]) -> float:
-    """Return the weighted sum of a response's values; a missing value is 0. A single reward of weight 1 is
-    returned unchanged."""
+    """Return the weighted sum of scores per response. A single reward of weight 1 keeps its exact values."""
     values = list[float]()
     for part, score in zip(parts, scores, strict=True):
         values.append(part.weight * (0.0 if score.value is None else score.value))

@@ -156,7 +156,7 @@ class ByteTable:
         return cls(np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(lengths) - lengths, lengths)
 
     def decode(self, rows: TokenRows) -> list[str]:
-        """Return the text of each row; invalid UTF-8 becomes U+FFFD."""
+        """Decode rows to texts. Invalid UTF-8 becomes U+FFFD."""
         return list(chain.from_iterable(map(self._decode, rows.parts(_AT_ONCE))))
 
     def _decode(self, rows: TokenRows) -> Iterator[str]:
@@ -201,8 +201,8 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
 
 
 def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
-    """Return the table if it gives the library's texts for the whole vocabulary, else None: the library's
-    next version may decode differently."""
+    """Build a byte table and compare its texts with those of the tokenizers library for the whole vocabulary.
+    Return None if they differ, as they may with a future version of that library."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens = {number: _bytes_of(token) for token, number in vocabulary.items()}
     # If both have a number, the library uses the added token.

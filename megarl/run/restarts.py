@@ -34,7 +34,7 @@ _IN_A_JOB_S = 60.0
 
 
 def most_restarts(cluster: ClusterConfig) -> int:
-    """Return ``cluster.max_restarts``, or its default here."""
+    """Return ``cluster.max_restarts``; null means 3 in a Slurm job and 0 elsewhere."""
     configured = cluster["max_restarts"]
     return int(configured) if configured is not None else SLURM_RESTARTS if env.text("SLURM_JOB_ID") else 0
 

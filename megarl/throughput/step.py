@@ -169,7 +169,7 @@ class StepThroughput:
 
 
 def _tokens(phase: str, passed: Sequence[Sequences]) -> int:
-    """Return the number of sampled tokens for generation, and of all tokens for other phases."""
+    """Return the number of sampled tokens for generation, else of all tokens."""
     tokens = 0
     for each in passed:
         tokens += int(np.sum(each.lengths))

@@ -123,7 +123,7 @@ def render(state: RunState) -> RenderableType:
 
 
 def facts(state: RunState) -> Iterator[tuple[str, Text]]:
-    """Yield the facts of a run with their names, for the terminal and the report."""
+    """Yield (name, text) for the facts about a run; used by the terminal output and the report page."""
     named = (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}")
     what = " ".join(filter(None, named))
     yield "run", Text(f"{state.directory}\n{what}{f' on {state.backend}' if state.backend else ''}".rstrip())
@@ -282,8 +282,7 @@ def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def _reward_faults(series: Mapping[str, Series]) -> str:
-    """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if every response had a
-    reward."""
+    """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if no reward failed."""
     faults = []
     for name, curve in _fault_curves(series).items():
         # Metrics are logged at every step, so the last value is often 0.
@@ -296,7 +295,7 @@ def _reward_faults(series: Mapping[str, Series]) -> str:
 
 
 def shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
-    """Return the metrics of ``SHOWN`` that a run has."""
+    """Return (title, curve, whether larger is better) for the metrics of ``SHOWN`` that a run has."""
     shown = []
     for title, names, better in SHOWN:
         curve = next((series[name] for name in names if name in series), None)

@@ -93,7 +93,7 @@ class Manifest:
 
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Return the manifest of the names and tensors of an iterable."""
+        """Build the manifest of the names and tensors in an iterable."""
         return cls._checked(starmap(TensorInfo.of, stream))
 
     @classmethod
@@ -195,7 +195,7 @@ class Manifest:
             self.expect_infos(first, stop, map(TensorInfo.of, names, tensors))
 
     def expect_infos(self, first: int, stop: int, coming: Iterable[TensorInfo]) -> None:
-        """Check that the infos of arriving weights are the announced ones from index ``first`` up to
+        """Check that descriptions of arriving tensors are the announced ones from index ``first`` up to
         ``stop``.
 
         Raises:
@@ -216,8 +216,8 @@ class Manifest:
 
     @cached_property
     def _begins(self) -> array[int]:
-        """First byte of each weight if all are in one buffer, followed by the bytes of all; an array takes
-        eight bytes per number, where Python's numbers take four times that."""
+        """First byte of each tensor if all were in one buffer, followed by the total; an array, because
+        Python ints would take four times the memory."""
         return begins_in_buffer(self.tensors)
 
     @property

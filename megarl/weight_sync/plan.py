@@ -284,7 +284,7 @@ class Group:
 
     @classmethod
     def of(cls, first: int, tensors: Sequence[TensorInfo]) -> Group:
-        """Lay out consecutive weights; ``first`` is the index of the first one."""
+        """Lay out consecutive weight tensors; ``first`` is the manifest index of the first one."""
         begins = begins_in_buffer(tensors)
         gaps = bytes(-info.nbytes % ALIGNMENT for info in tensors)
         batches, begin = [], 0
@@ -296,8 +296,8 @@ class Group:
         return cls(first, tensors, begins, gaps, batches)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Return names and weights in sending order, as views of a buffer, uint8 and at least as long as the
-        group."""
+        """Return names and tensors in sending order, as views of a buffer (uint8, at least as long as the
+        group)."""
         dtypes = {info.dtype for info in self.tensors}
         flats = dict(zip(dtypes, map(buffer.view, dtypes), strict=True))
         views = []

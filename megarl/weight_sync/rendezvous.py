@@ -99,7 +99,7 @@ class Members:
         return ""
 
     def names(self, numbers: Collection[int]) -> str:
-        """Return the names of missing members."""
+        """Return the names of several members for messages."""
         ranks, missing = [], []
         for number in sorted(numbers):
             if number < self.world_size:

@@ -116,8 +116,8 @@ def load_of(members: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
-    """Divide a bin of two or more sequences at the point closest to equal loads, neither half empty; the
-    order is kept."""
+    """Split a bin of two or more sequences at the point closest to equal loads, without reordering them.
+    Neither part is empty."""
     total = load_of(members, lengths)
     best_cut, best_gap, left = 1, total, 0
     for cut in range(1, len(members)):

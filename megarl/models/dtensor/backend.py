@@ -191,7 +191,7 @@ class DTensorBackend(HuggingFaceBackend):
             read_block(parameter, source, name)
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters that every tensor-parallel rank holds in full; see ``TakesWeights``."""
+        """Yield the parameters that are replicated on every tensor-parallel rank; see ``TakesWeights``."""
         for name, weight in self._divided().items():
             if block_of(weight).tensor_dimension is None:
                 yield name, weight.to_local()

@@ -140,9 +140,12 @@ def _fill(parameter: DTensor, values: torch.Tensor) -> None:
 def gather_parts(
     parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and this tensor-parallel rank's parts of parameters on one mesh, gathered on ``device``
-    from all data and context parallel ranks. The values are exact, or rounded to ``dtype``. Consecutive
-    parameters are gathered together, about ``bucket_bytes`` over all ranks at a time."""
+    """All-gather this tensor-parallel rank's parts of parameters over the data- and context-parallel ranks;
+    yield them by name on ``device``.
+
+    All parameters must be on one mesh. Values are converted to ``dtype``. Consecutive parameters are gathered
+    together, about ``bucket_bytes`` over all ranks at a time.
+    """
     blocks, spaces = {}, {}
     for name, parameter in parameters.items():
         blocks[name] = block = block_of(parameter)
@@ -267,7 +270,7 @@ class DividedParameters:
 
 
 def _with_tensors(state: OptimizerState, change: Callable[[str, DTensor], torch.Tensor]) -> OptimizerState:
-    """Return optimizer state in which ``change(parameter name, tensor)`` replaces each divided tensor."""
+    """Return the optimizer state with each DTensor replaced by ``change(parameter name, tensor)``."""
     changed: dict[str, dict[str, Any]] = {}
     for name, values in state["state"].items():
         changed[name] = dict(values)

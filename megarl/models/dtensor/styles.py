@@ -288,8 +288,8 @@ def finds_part(module: nn.Module, name: str) -> bool:
 
 
 def computes_locally(model: nn.Module) -> bool:
-    """Return whether every module with its own divided parameter has a style of this file. These styles also
-    work with plain parameters."""
+    """Return whether every module that owns a sharded parameter has a style of this module. These styles also
+    accept plain parameters."""
     for module in model.modules():
         is_divided = any(isinstance(value, DTensor) for value in module._parameters.values())
         if is_divided and not hasattr(module, _PARTS):

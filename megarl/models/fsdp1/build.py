@@ -62,7 +62,7 @@ def held_by(model: nn.Module) -> dict[str, Held]:
 
 
 def named(held: Mapping[str, Held]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names and present parameters."""
+    """Return an iterator over names and current parameters."""
     for name, place in held.items():
         yield name, place.get()
 

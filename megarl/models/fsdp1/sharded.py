@@ -153,7 +153,7 @@ class Sharded:
             self.module.load_state_dict({name: state[first] for name, first in self._first_names().items()})
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
-        """Return optimizer state by parameter name, as DTensors. A collective."""
+        """Return the optimizer state by parameter name, as DTensors. Collective."""
         groups = checkpoint.named_groups(optimizer, checkpoint.names_of(self.parameters()))
         begun = torch.tensor(float(len(optimizer.state)), device=self._runtime.device)
         # Sum over the ranks: a rank may hold no element of any parameter, and thus no state, while others do.
@@ -172,7 +172,7 @@ class Sharded:
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
     ) -> None:
-        """Load the result of ``optimizer_state``. A collective."""
+        """Load the result of ``optimizer_state``. Collective."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         if loaded["state"]:
             with self._state_dict_type():

@@ -67,7 +67,7 @@ class FullModel:
         """Do nothing: no parameter was gathered."""
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``names`` and their full parameters, which still belong to the model."""
+        """Return an iterator over the full parameters ``names``, not copied."""
         parameters = dict(self.parameters())
         for name in names:
             yield name, parameters[name].detach()

@@ -155,7 +155,7 @@ def load_optimizer(
 def named_optimizer_state(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> OptimizerState:
-    """Return the state of an optimizer by parameter name; its parameters are full tensors or DTensors."""
+    """Return an optimizer's state by parameter name. Its parameters must be full tensors or DTensors."""
     names = names_of(named_parameters)
     state = optimizer.full_state() if isinstance(optimizer, LowPrecisionAdamW) else optimizer.state
     return {

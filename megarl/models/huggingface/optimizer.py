@@ -211,7 +211,7 @@ def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> tor
 
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's pieces of the existing gradients."""
+    """Return this rank's shards of the existing gradients."""
     gradients = []
     for parameter in parameters:
         gradient = gradient_of(parameter)

@@ -206,8 +206,8 @@ class ShardedAdamW(LowPrecisionAdamW):
             self._host.forget()
 
     def place_states(self) -> None:
-        """Choose the parameters whose state is kept in host memory: the configured share of all numbers, from
-        the first parameter on. The last of these shards is split."""
+        """Choose the parameters whose state is kept in host memory: the first ones, up to the configured
+        fraction of all elements. The last of them is split."""
         parameters: list[torch.nn.Parameter] = []
         for group in self.param_groups:
             parameters += group["params"]

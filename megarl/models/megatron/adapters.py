@@ -356,8 +356,8 @@ def _stacked(adapters: Sequence[Adapter], name: str, summed_over: Any) -> torch.
 
 
 def _order_of(layout: ShardLayout, starts: Mapping[int, int], rows: Mapping[int, int]) -> torch.Tensor:
-    """Return the index of each row of a shard among the concatenated rows of the parts in ``starts``; a row
-    of another part gets the index after the last."""
+    """Return, for each row of a shard, its index among the concatenated rows of ``parts``. Rows of other
+    parts get the index after the last."""
     total, firsts, position = sum(rows.values()), {}, 0
     for part, start in starts.items():
         firsts[part], position = position - start, position + rows[part]
@@ -606,7 +606,7 @@ class Adapters:
         return score
 
     def _whole(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield layers, letters and full factors, those of experts one expert after another."""
+        """Yield (module name, letter, full factor); factors of experts come one expert after another."""
         own, listing = [], []
         for name, adapter in self._by_weight.items():
             for module, letter, tensor, cut in adapter.factors():
@@ -649,7 +649,7 @@ class Adapters:
 
 
 def _vocabulary(architecture: Architecture) -> list[str]:
-    """Return the names of the embedding and the output layer; an empty list if the two are tied."""
+    """Return the names of the embedding and the output layer; empty if they are tied."""
     if architecture.tied_embeddings:
         return []
     return [

@@ -466,7 +466,7 @@ class MegatronBackend:
                 yield name, parameter
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters that every tensor-parallel rank holds whole; see ``TakesWeights``."""
+        """Yield the parameters that are replicated on every tensor-parallel rank; see ``TakesWeights``."""
         for name, tensor in self.parameters():
             if rule_for(name, self.architecture).kind is Kind.REPLICATED:
                 yield name, tensor

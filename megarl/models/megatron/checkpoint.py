@@ -170,7 +170,7 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
 
 
 def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
-    """Return the addresses of the storages of all parameters and buffers."""
+    """Return the storage addresses of all parameters and buffers."""
     addresses = set()
     for chunk in chunks:
         for tensor in (*chunk.module.parameters(), *chunk.module.buffers()):

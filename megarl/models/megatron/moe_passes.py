@@ -59,8 +59,12 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
 
 
 def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertTokenCounts:
-    """Return the token and sequence counts of the global batch; ``inputs`` are this data-parallel rank's
-    share of it. A collective over the data-parallel group."""
+    """Count the real tokens and sequences of the global batch. Collective over the data-parallel group.
+
+    Args:
+        inputs: the micro-batches of this data-parallel rank.
+        groups: this rank's process groups.
+    """
     lengths = torch.cat(list(map(_counted_lengths, inputs)))
     # Count in float64, which holds every count exactly, and reduce both numbers in one collective.
     figures = torch.stack([lengths.sum(), (lengths > 0).sum()]).double()

@@ -63,9 +63,11 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return forward and backward, each compiled into one operation on contiguous rows of tokens, once for
-    all numbers of tokens. With three dimensions the compiler would specialise on the relation between two
-    strides, which differs with every number of sequences."""
+    """Return ``_sum_and_norm`` and ``_gradients``, compiled once for all numbers of tokens.
+
+    They take contiguous rows of tokens: with three dimensions the compiler would specialise on the ratio of
+    two strides, which changes with every number of sequences.
+    """
     return torch.compile(_sum_and_norm, dynamic=True), torch.compile(_gradients, dynamic=True)
 
 

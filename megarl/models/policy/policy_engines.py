@@ -48,7 +48,7 @@ running."""
 
 
 class PolicyEnginesConfig(TypedDict):
-    """Layout of engines that run the policy's own backend."""
+    """Parallel layout of engines on the policy's own backend."""
 
     tensor_parallel_size: NotRequired[
         Annotated[

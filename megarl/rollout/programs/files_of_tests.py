@@ -207,7 +207,7 @@ def _made(node: ast.AST) -> Iterator[str]:
 
 
 def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[Function]:
-    """Return the given tests and those that they call, in the order of the file."""
+    """Return the given tests and the tests that they call, in file order."""
     found, waiting = set[str](), list(names)
     while waiting:
         name = waiting.pop()

@@ -221,7 +221,7 @@ def names_in(part: ast.AST) -> set[str]:
 
 
 def _names_made(tree: ast.Module) -> set[str]:
-    """Return the names that a statement assigns to."""
+    """Return the names that a statement defines."""
     made = set[str]()
     for node in ast.walk(tree):
         match node:
@@ -249,8 +249,8 @@ def holds(statement: str, program: Conversation) -> bool:
 
 
 def _functions_of_program(tree: ast.Module) -> frozenset[str]:
-    """Return the names of Python's own functions that mean the program's: a statement that uses no other
-    names tests these functions."""
+    """Return the names of built-in functions that refer to the program's functions instead: if a statement
+    uses no other names, it must be testing these."""
     names = names_in(tree)
     made = _names_made(tree)
     return frozenset() if names - _OURS - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)

@@ -28,7 +28,7 @@ class ToolEnv(MessageEnv):
         self._toolbox, self._calls = Toolbox(tools), 0
 
     def step(self, message: Message) -> Step:
-        """Run the tool calls of a response; a response without calls ends the conversation."""
+        """Run the tool calls of a response. A response without calls ends the conversation."""
         calls = message.get("tool_calls") or ()
         if not calls:
             return Step(done=True)
