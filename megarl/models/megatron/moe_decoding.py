@@ -46,7 +46,7 @@ def fixed_shapes(
             same rows.
         rows: the rows that are being decoded.
     """
-    steps: list[tuple[Any, str, Any]] = []
+    steps = []
     for module in torch.nn.ModuleList(stages).modules():
         if rows.fixed and isinstance(module, MoELayer):
             steps.append((module, "forward", _Step(module, groups, experts, rows)))
