@@ -153,7 +153,9 @@ def test_rows_of_fused_layers_are_those_of_their_parts() -> None:
     )
     layout = shard_layout(rule, 2, 1, 2, 0)
     assert layout.spans[0] == Span(0, 6, 12)
-    assert _order_of(layout, {0: 6, 2: 2}, {0: 6, 2: 2}).tolist() == [0, 1, 2, 3, 4, 5, 8, 8, 6, 7]
+    # The second rank's shard of the query begins at row 6 and has 6 rows; that of the value at 2, with 2.
+    half = {0: 6, 2: 2}
+    assert _order_of(layout, half, half).tolist() == [0, 1, 2, 3, 4, 5, 8, 8, 6, 7]
 
 
 NEMO = {"enabled": True, "dim": 4, "alpha": 8}

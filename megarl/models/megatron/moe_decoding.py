@@ -47,7 +47,7 @@ def fixed_shapes(
             decode the same rows.
         rows: the rows being decoded.
     """
-    steps: list[tuple[Any, str, Any]] = []
+    steps = []
     for module in torch.nn.ModuleList(stages).modules():
         if rows.fixed and isinstance(module, MoELayer):
             steps.append((module, "forward", _Step(module, groups, experts, rows)))
