@@ -13,7 +13,7 @@ from benchmarks.marks import is_loaded
 Points = Sequence[Mapping[str, Any]]
 MOST_PANELS, MOST_BARS, MOST_LINES = 4, 24, 8
 INK, RULE = "#222222", "#bbbbbb"
-# These colours of Okabe and Ito, darkest first, can be told apart by colour-blind readers too.
+# Colours of Okabe and Ito, darkest first, which colour-blind readers can distinguish too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 
 

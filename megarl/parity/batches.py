@@ -206,7 +206,7 @@ def calls_of(case: Case, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]
 
 
 def in_parts(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-    """Divide a batch into parts of so many rows."""
+    """Divide a batch into parts of ``rows`` rows; the last part may have fewer."""
     return [rows_of(batch, first, rows) for first in range(0, len(batch["input_ids"]), rows)]
 
 

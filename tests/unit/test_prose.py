@@ -1,5 +1,4 @@
-"""The prose of the code keeps the language's rules, as far as they were reached; ``python -m tests.prose``
-prints the figures."""
+"""The prose of the code keeps the language's rules; ``python -m tests.prose`` prints the figures."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ import pytest
 from tests import prose
 from tests.prose import Figures, figures, python_files, split_name
 
-# What is reached over all packages; comments are at their aim. A bound may only be set nearer to the aim: 18
-# comprehensions a 1,000 lines, and no word of the glossary.
 LEAST_COMMENTS = 0.05
-MOST_COMPREHENSIONS = 29
-MOST_WORDS = 60
+"""Comments, of lines of code."""
+MOST_COMPREHENSIONS = 18
+"""For 1,000 lines of megarl and converters."""
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +21,17 @@ def everything() -> Figures:
     return figures(python_files("megarl", "converters", "benchmarks"))
 
 
-def test_the_whole_tree_goes_towards_the_aims(everything: Figures) -> None:
+def test_comprehensions_are_few() -> None:
+    product = figures(python_files("megarl", "converters"))
+    assert 1000 * product.comprehensions <= MOST_COMPREHENSIONS * product.lines
+
+
+def test_docstrings_and_comments_keep_the_rules(everything: Figures) -> None:
     assert everything.docstrings > 6000
     assert everything.questions == [] and everything.split_names == []
     assert everything.comments >= LEAST_COMMENTS * everything.code
-    assert 1000 * everything.comprehensions <= MOST_COMPREHENSIONS * everything.lines
     assert everything.wide_text == [], f"docstrings and comments have at most {prose.WIDTH} columns"
-    assert everything.words.total() <= MOST_WORDS, f"take the field's words: {everything.words}"
+    assert everything.words == [], "take the field's words"
 
 
 def test_documents_use_the_words_of_the_field() -> None:
@@ -65,7 +67,7 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (
         found.wide_text == ["module.py:3"]
         and found.wide_code == ["module.py:4"]
-        and found.words == {"told": 1}
+        and found.words == ["module.py:2: told"]
     )
     assert (
         split_name("RayWorkerBuilder") == "ray worker builder" and split_name("HTTPServer") == "http server"
