@@ -42,7 +42,7 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "age of a response: how many training steps there are between the weights that sampled it and the "
+                "age of a response: number of training steps between the weights that sampled it and the "
                 "weights that are trained on it. It is exactly this with ``in_order``, at most this with "
                 "``ready_first``. 0 alternates sampling and training; 1 is enough to overlap the two.",
                 AT_LEAST_0,
