@@ -214,8 +214,8 @@ class ExportPlan(Plan):
 
     @property
     def fingerprint_of_files(self) -> dict[str, str]:
-        """Fingerprint of the files next to the weights. With several parts, any part may be the one that
-        writes them, so all must agree."""
+        """Hashes of the files that are copied next to the weights, such as the tokenizer. Any part of a
+        conversion may be the one that copies them, so the hashes must be equal for all parts."""
         directory = self.checkpoint.hf_directory
         return fingerprints(
             {

@@ -102,9 +102,9 @@ class ConversionResult:
         resumed: bytes that an earlier run had written.
         workers: number of threads used.
         peak_memory: peak resident memory in bytes.
-        notes: notes of the manifest.
-        waits_for: unfinished parts, without which the directory does not exist yet; empty when it is
-            complete.
+        notes: values and remarks that ``conversion.json`` records about this conversion.
+        waits_for: numbers of the parts (``--part``) that are not finished yet; ``target`` is created when all
+            are. Empty for a complete conversion.
     """
 
     target: Path

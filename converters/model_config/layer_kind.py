@@ -9,10 +9,10 @@ Mixer = Literal["attention", "latent", "gated_delta"]
 
 
 class LayerKind(NamedTuple):
-    """Parts of a layer. Layers of the same kind have the same tensors.
+    """Kind of a transformer layer. Layers of one kind have tensors of the same names and shapes.
 
     Attributes:
-        mixer: token mixer.
+        mixer: the part that mixes tokens.
         sparse: the layer has experts instead of a dense MLP.
     """
 

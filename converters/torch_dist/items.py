@@ -67,7 +67,7 @@ class RawTensor:
 
     @property
     def span(self) -> int:
-        """Number of elements from the first to the last, with gaps."""
+        """Number of storage elements from the tensor's first to its last element; gaps between them count."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))

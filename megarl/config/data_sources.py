@@ -64,9 +64,9 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "a data set of the ``datasets`` library, by Hugging Face id or local directory; or a name "
-                "from the table in configs/README.md, which needs no field keys and is read from ``path`` "
-                "if that is given too.",
+                "a data set of the ``datasets`` library, by Hugging Face id or local directory, or a data "
+                "set listed in configs/README.md. A listed one needs no field keys, and is read from "
+                "``path`` if that is set as well.",
             ),
         ]
     ]

@@ -123,8 +123,8 @@ def moments_apart(
     *,
     rest: int = CONTEXT_REST,
 ) -> list[Moment]:
-    """Return the memory at each moment if engines have separate devices: of a training device, and of an
-    engine's device.
+    """Return the memory of a training device and of an engine's device in each phase of a step, if engines
+    have devices of their own.
 
     Both keep their refit buffers between refits. During a refit the policy stays on its device with its
     optimizer state, and the engine keeps its KV cache.

@@ -28,8 +28,8 @@ _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "pe
 
 
 def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
-    """Return the sections of models other than the policy: dotted path -> declaration. The configuration
-    need not be valid."""
+    """Return the sections of ``config`` that configure a model other than the policy, such as a critic or a
+    reward model: dotted path -> how it relates to ``policy``. ``config`` need not be valid."""
     found: dict[str, ModelSection] = {}
     for name, section in models_of(config.get(KEY)).items():
         given = config.get(name)

@@ -1144,7 +1144,7 @@ class PolicyConfig(TypedDict):
         Annotated[
             SequencePackingConfig,
             Key(
-                "micro-batches of several sequences per row, limited by their number of tokens.",
+                "sequence packing: several sequences in each row of a micro-batch, up to a number of tokens.",
                 default={"enabled": False},
             ),
         ]
@@ -1153,8 +1153,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "number of tokens to whose multiples the length of a batch is padded; when absent, the "
-                "smallest number that the tensor- and context-parallel ranks can divide evenly.",
+                "pad the sequence length of a batch to a multiple of this number of tokens; when absent, "
+                "the smallest number that the tensor- and context-parallel ranks can divide evenly.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -1191,10 +1191,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "on GPUs: give the same bits in every run with the same layout, kind and number of devices, "
-                "and versions; runs on CPUs do so anyway. It uses slower kernels, and an operation without "
-                "a deterministic kernel ends the run with an error that names it. Tokens sampled by vLLM "
-                "are not covered. Not tested on a GPU yet.",
+                "on GPUs: make runs bit-identical if they have the same parallel layout, the same GPUs and "
+                "the same software versions; runs on CPUs always are. Kernels are slower, and an operation "
+                "without a deterministic kernel ends the run with an error that names it. Tokens sampled "
+                "by vLLM are not covered. Not tested on a GPU yet.",
                 default=False,
             ),
         ]

@@ -515,10 +515,11 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "time limit in seconds of the first execution of a phase, in which workers compile and "
-                "allocate, unless the phase's own key is smaller. Workers that replace lost ones get "
-                "``multiple`` times the slowest first execution of this launch instead. This limit ends "
-                "first steps in which ranks compute indefinitely, or wait for a GPU with a busy CPU.",
+                "time limit in seconds for the first execution of a phase, in which workers compile and "
+                "allocate memory; the phase's own limit applies if it is lower. Workers that replace lost "
+                "ones have ``multiple`` times the slowest first execution of this launch as their limit. "
+                "A rank that hangs with a busy CPU, as in an endless loop or a busy wait for the GPU, ends "
+                "the run only at this limit.",
                 ABOVE_0,
                 default=1800.0,
             ),

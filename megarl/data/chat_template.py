@@ -100,7 +100,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> list[Any]:
-        """Everything except the messages that determines the output, as JSON types, for cache keys."""
+        """All inputs of the rendered text other than the messages, as JSON types, for cache keys."""
         return [self.text, self._values, None if self._date is None else self._date.isoformat()]
 
     def render(

@@ -37,7 +37,8 @@ _ORIGIN = "an observation"
 # A test content with characters that a template may escape or trim.
 _ODD_CONTENT = 'a "b" {c}, [d]\n\n\\e é 你|f: g'
 
-# Bound of the frame cache: the key includes names and ids of calls, of which a run has any number.
+# Limit the frame cache: its keys contain the names and ids of tool calls, and a run makes new ones without
+# end.
 _MOST_FRAMES = 256
 
 

@@ -60,7 +60,7 @@ def plan_multiple_data(
     """Give the i-th of ``workers`` item i of every list, and ``common_kwargs``.
 
     Raises:
-        BatchError: (also an AssertionError) the length of a list is not the number of workers.
+        BatchError: a list does not have one item per worker. It is also an AssertionError, as NeMo-RL raises.
     """
     _check_distinct(common_kwargs, lists)
     for name, values in lists.items():

@@ -224,7 +224,8 @@ def _judge_gpu(index: int, gpu: Gpu) -> Check:
     if not gpu.memory:
         return ROOM.ok(name, f"{gpu.name}, uses the memory of the host")
     found = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.used / GIB:.1f} GiB in use"
-    # The driver itself uses some memory. More than a tenth belongs to another program, and a run may not fit.
+    # The driver itself uses some memory. If more than a tenth is used, another program holds it, and a run
+    # may not fit.
     if gpu.used > gpu.memory // 10:
         return ROOM.warning(name, found, "nvidia-smi   (shows who uses it)")
     return ROOM.ok(name, found)

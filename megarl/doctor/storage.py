@@ -122,7 +122,7 @@ def check_lock(directory: Path) -> Check:
 
 
 def judge_space(free: int) -> Check:
-    """Check that the free space suffices for checkpoints.
+    """Report the free space, and warn if less than ``LEAST_FREE`` bytes are free.
 
     Args:
         free: free bytes.

@@ -17,8 +17,8 @@ def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int
 
 
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
-    """Return the seeds of a step's responses, with those for the same prompt adjacent. A prompt is identified
-    by its position in the step."""
+    """Return a seed for each response of a step, with those for the same prompt adjacent. A seed depends on
+    the position of the prompt in the step, not on its text."""
     return seeds_from(run_seed, (step - 1) * num_prompts, num_prompts, num_generations, num_prompts)
 
 

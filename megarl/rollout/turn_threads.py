@@ -51,7 +51,7 @@ class Ended(NamedTuple):
 
 
 class _Owner:
-    """The threads and the queue of one environment. Threads are started on demand.
+    """The worker threads of one environment, and its queue of calls to run. Threads are started on demand.
 
     Args:
         name: name of the environment, for messages.

@@ -308,7 +308,7 @@ class _Decoding:
             size = staying if staying <= (1 - LEAVING_SHARE) * rows else rows
         if size >= rows and staying:
             return np.arange(rows)
-        # A stable sort puts the open rows first. Ended rows follow, as many as the size requires.
+        # Keep all open rows, and fill up with ended rows to ``size``. The outer sort restores their order.
         kept: np.ndarray = np.sort(np.argsort(~is_open, kind="stable")[: size if staying else 0])
         return kept
 

@@ -96,7 +96,8 @@ class SharedView:
         return self._shared.take(self, timeout_s)
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Drop requests: they are not delivered, but the engines may complete them."""
+        """Drop requests, by number: their responses are not delivered, although the engines may still
+        complete them."""
         self._shared.forget(self, set(numbers))
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:

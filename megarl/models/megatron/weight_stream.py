@@ -423,11 +423,11 @@ def _set_out(
 
 
 class WeightStream:
-    """Stream of all weights of a model, which can be read any number of times.
+    """Stream of a model's weights as full Hugging Face tensors, which can be read any number of times.
 
     Args:
         chunks: the unwrapped model chunks of this rank.
-        architecture: the model.
+        architecture: sizes and layers of the model, from which names and shapes of its tensors follow.
         groups, experts: the process groups.
         bucket_bytes: maximum bytes of the shards gathered together, unless a single parameter is larger.
         exported: maps this rank's shards, by name, to the shards to send. Its result may compute a shard on
