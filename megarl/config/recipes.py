@@ -163,8 +163,9 @@ def other_run_of(text: str, run_dir: str) -> str | None:
     """
     place = os.path.dirname(text) or os.curdir
     is_stored = os.path.basename(text) == "config.yaml" and os.path.isfile(f"{place}/launches.jsonl")
-    is_own = os.path.exists(run_dir) and os.path.samefile(place, run_dir)
-    return place if is_stored and not is_own else None
+    # A recipe's name may have a directory that does not exist here, which samefile does not take.
+    is_other = is_stored and not (os.path.exists(run_dir) and os.path.samefile(place, run_dir))
+    return place if is_other else None
 
 
 def _shipped(name: str) -> Path | None:

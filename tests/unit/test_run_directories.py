@@ -165,6 +165,14 @@ def test_the_configuration_of_a_copied_run_leads_to_the_original_not_unnoticed(
         assert ("run_dir=runs/b resumes the run in runs/b" in capsys.readouterr().err) is is_told
 
 
+def test_a_recipe_in_a_directory_resumes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``quickstart`` is no directory here, only a part of the recipe's name."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs", "mine").mkdir(parents=True)
+    words = ["quickstart/grpo", "run_dir=runs/mine", "policy.model_name=Qwen/Qwen2.5-1.5B"]
+    assert main(["train", *words, "--dry-run"]) == 0
+
+
 def test_a_resumed_run_keeps_the_day_of_its_first_start(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "policy": {"tokenizer": {"name": "m"}},
