@@ -341,7 +341,7 @@ class CheckpointManager:
         whole: dict[int, Path] = {}
         for step, path in self.checkpoints():
             # A replacement precedes the checkpoint that it replaces.
-            if step not in whole and not self._verify(path, hashes=False):
+            if not self._verify(path, hashes=False) and step not in whole:
                 whole[step] = path
         # Skip newest checkpoints that cannot be loaded, so that none of them is the reason to delete one that
         # can.

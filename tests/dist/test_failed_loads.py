@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.checkpoint import collective
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import CheckpointError, StateError
-from megarl.models.huggingface import checkpoint as of_torch
-from megarl.models.megatron import checkpoint as of_megatron
 from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
 from tests.dist.batches import make_batch
@@ -164,7 +163,7 @@ def load_with_a_fault(config: Mapping[str, Any], root: str, fault: str) -> str:
 
     places = {
         "optimizer": [(worker.backend.optimizer, "load_state_dict", fails)],
-        "random": [(of_megatron, "load_file", fails), (of_torch, "load_file", fails)],
+        "random": [(collective, "load_file", fails)],
     }
     with patched(*(places[fault] if dist.get_rank() == 1 else [])):
         message = error_of(lambda: worker.load_checkpoint(f"{root}/weights", f"{root}/optimizer"))

@@ -229,6 +229,18 @@ def test_old_checkpoints_stay_where_the_storage_does_not_say_what_is_whole(
     assert [step for step, _ in manager.checkpoints()] == [3, 2]
 
 
+def test_a_replaced_checkpoint_has_to_be_readable_before_others_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = written(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / "step_2", tmp_path / "step_2_replacement")
+    manager.keep_top_k = 1
+    with failing_opens(errno.EIO, TRIES, "step_2/manifest.json"):
+        manager.remove_old_checkpoints()
+    assert "no checkpoint is removed this time" in caplog.text
+    assert (tmp_path / "step_1").exists()
+
+
 def test_a_cause_counts_too_and_a_second_look_does_not_multiply() -> None:
     calls: list[int] = []
 
