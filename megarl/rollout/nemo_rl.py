@@ -241,11 +241,13 @@ def _converted(found: Any, conversations: Sequence[_Conversation]) -> environmen
         rewards = rewards.sum(dim=1)
     ended = list(map(bool, found.terminateds))
     observations, following = list[Any](), list[_Conversation]()
-    for row, conversation in enumerate(conversations):
-        message = None if ended[row] else _message(found.observations[row])
+    for conversation, end, said, metadata in zip(
+        conversations, ended, found.observations, found.metadata, strict=True
+    ):
+        message = None if end else _message(said)
         observations.append(message)
         messages = conversation.messages if message is None else [*conversation.messages, message]
-        following.append(_Conversation(messages, found.metadata[row]))
+        following.append(_Conversation(messages, metadata))
     return environment.EnvironmentReturn(
         rewards.tolist(), ended, [False] * rows, observations, following, parts=parts, stop_strings=stops
     )

@@ -102,6 +102,16 @@ def test_several_rewards_are_parts_of_one() -> None:
     torch.testing.assert_close(samples["reward/reward1"], torch.tensor([1.0, 0.9]))
 
 
+def test_what_cannot_be_indexed_is_read_in_order() -> None:
+    class Views(HigherLower):
+        def step(self, message_log_batch: Any, metadata: Any) -> Any:
+            found = super().step(message_log_batch, metadata)
+            views = {name: dict(enumerate(getattr(found, name))) for name in ("observations", "metadata")}
+            return found._replace(**{name: each.values() for name, each in views.items()})
+
+    assert collected(NemoRLEnvironment(Views, section_of()), [4, 7]).samples["turns"].tolist() == [1, 2]
+
+
 class Odd(HigherLower):
     """Fails on the conversation whose number is 7, as ``how`` says."""
 
