@@ -106,9 +106,10 @@ class SampleFiles:
         """Remove the files of later steps, which will be computed again, and temporary files of a
         killed run."""
         try:
-            late = list(self._directory.glob(".*.tmp"))
+            late = []
             for kind in (TRAIN, VALIDATION):
                 late += [path for number, path in list_samples(self._directory, kind) if number > step]
+            late += self._directory.glob(".*.tmp")
             for path in late:
                 path.unlink(missing_ok=True)
         except OSError as error:
