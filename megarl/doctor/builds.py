@@ -183,8 +183,9 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
     # Name the core for torch's CUDA: without it, pip would install the core for CUDA 12.
     core = ""
     for requirement in _requirements("torch"):
-        found = re.fullmatch(r"nvidia-nccl-(cu\d+)", requirement.name)
-        core = found[1] if found else core
+        if found := re.fullmatch(r"nvidia-nccl-(cu\d+)", requirement.name):
+            core = found[1]
+            break
     wanted = (
         f"{f'transformer-engine-{core}=={version} ' if core else ''}'transformer-engine[pytorch]=={version}'"
     )

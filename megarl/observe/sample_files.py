@@ -105,9 +105,10 @@ class SampleFiles:
         """Delete the files of steps after ``step``, which a resumed run repeats, and temporary files of a
         killed run."""
         try:
-            late = list(self._directory.glob(".*.tmp"))
+            late = []
             for kind in (TRAIN, VALIDATION):
                 late += [path for number, path in list_samples(self._directory, kind) if number > step]
+            late += self._directory.glob(".*.tmp")
             for path in late:
                 path.unlink(missing_ok=True)
         except OSError as error:

@@ -65,7 +65,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 def test_the_meta_package_of_transformer_engine_alone(site: Site) -> None:
     """What pip leaves when the part for torch could not be built: its metadata says that all is well."""
-    site.installed("torch", "2.13.0", "Requires-Dist: nvidia-nccl-cu13==2.28.9")
+    both = "Requires-Dist: nvidia-nccl-cu13==2.28.9", "Requires-Dist: nvidia-nccl-cu12==2.28.9"
+    # Of two, the first one counts.
+    site.installed("torch", "2.13.0", *both)
     site.installed("transformer-engine", "2.20.2")
     site.module(
         "transformer_engine",

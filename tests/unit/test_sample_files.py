@@ -584,3 +584,13 @@ def test_an_unwritable_directory_is_said_at_the_start_too(
     with caplog.at_level(logging.WARNING):
         SampleFiles(tmp_path / "samples").truncate_after(3)
     assert "cannot be removed" in caplog.text and os.path.isfile(tmp_path / "samples")
+
+
+def test_a_temporary_file_that_stays_keeps_no_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".train_step_9.jsonl.tmp").mkdir()
+    (tmp_path / "train_step_9.jsonl").write_text("")
+    with caplog.at_level(logging.WARNING):
+        SampleFiles(tmp_path).truncate_after(3)
+    assert "cannot be removed" in caplog.text and list_samples(tmp_path, "train") == []
