@@ -212,6 +212,12 @@ def test_all_broken_rules_come_at_once() -> None:
     assert keys == set(changes)
 
 
+def test_the_fix_of_absent_validation_data_names_every_key() -> None:
+    changes = {"data.validation": None, "grpo.val_period": 5, "grpo.val_at_start": True}
+    [violation] = check(complete(raw_grpo(), changes), FACTS)
+    assert violation.fix == "give data.validation, or write grpo.val_period=0 grpo.val_at_start=false"
+
+
 @sampled(2)
 @pytest.mark.parametrize(
     "raw",

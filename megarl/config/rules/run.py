@@ -141,8 +141,9 @@ def validation_has_data(view: View) -> Iterator[Violation]:
     asked = [key for key in _VALIDATES if view.get(f"{section}.{key}", 0)]
     if asked:
         key = f"{section}.{asked[0]}"
+        off = " ".join(f"{section}.{each}={0 if each == 'val_period' else 'false'}" for each in asked)
         yield Violation(
-            key, view[key], "there is no data.validation", "give data.validation, or turn validation off"
+            key, view[key], "there is no data.validation", f"give data.validation, or write {off}"
         )
 
 
