@@ -332,7 +332,7 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     if not at(config, recompute):
         found[recompute] = [True]
     generation = generation_of(policy) if generates(config) else None
-    if generation is not None and generation["backend"] in OF_THE_POLICY:
+    if generation is not None:
         # The KV cache of the policy, or of an engine on its backend, is proportional to this.
         found["policy.generation_batch_size"] = _halves(policy["generation_batch_size"], 1)
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
@@ -364,6 +364,9 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     if cluster["num_nodes"] == 1:
         found["cluster.gpus_per_node"] = _doubles(cluster["gpus_per_node"], _MOST_RANKS_A_NODE)
     found["cluster.num_nodes"] = _doubles(cluster["num_nodes"], _MOST_NODES)
+    if generation is not None and generation["backend"] not in OF_THE_POLICY:
+        # Then the policy itself generates.
+        found["policy.generation.backend"] = ["megatron" if backend == "megatron" else "hf"]
     return found
 
 

@@ -134,10 +134,9 @@ def missing_engine(config: RunConfig) -> Iterator[Violation]:
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
     if kind is not None and package is not None:
-        extra, _, otherwise = kind.extra.partition(" ")
         fix = (
-            f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the "
-            "policy itself generates"
+            f"{env.installation(kind.extra)}; or add '~{GENERATION_BACKEND}': then the policy itself "
+            "generates"
         )
         yield Violation(
             GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix
