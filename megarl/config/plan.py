@@ -259,6 +259,16 @@ def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | Non
     )
 
 
+def verdict(config: RunConfig) -> str | None:
+    """Return a line that a checked run fits its devices, with its fullest moment; None if sizes are unknown,
+    or without a GPU. Call it only if there is no ``doubt``."""
+    moment = fullest_moment(config)
+    if moment is None or config["cluster"]["device"] == "cpu":
+        return None
+    gib = device_gib(config["cluster"])
+    return f"fits {gib:g} GiB: {size_text(moment.total)} at the fullest moment, {moment.name} (planned)"
+
+
 # Limit the candidates, because each requires a validation of the whole configuration (``proposals``).
 _MOST_CANDIDATES, _SHOWN = 12, 3
 _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64

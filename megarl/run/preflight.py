@@ -193,7 +193,8 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
     elif needed > present:
         machines = f" ({nodes} nodes of {ranks})" if nodes > 1 and apart is None else ""
         lent = "; engines on separate devices need their own GPUs" if apart is not None else ""
-        bound = f"the run needs {needed} GPUs{machines}, and this machine shows {present}{lent}"
+        gpus = f"{needed} GPU{'s' * (needed > 1)}"
+        bound = f"the run needs {gpus}{machines}, and this machine shows {present}{lent}"
         fix = (
             "start it on a machine that has them, or on a cluster (launch/README.md: sbatch, or "
             "RAY_ADDRESS of a running Ray)"
