@@ -26,7 +26,9 @@ from megarl.config.plan import (
     ledger,
     memory_of_models,
     memory_of_run,
+    size_text,
     state_bytes,
+    verdict,
 )
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import doubt_of_memory, validate_config
@@ -158,7 +160,14 @@ def test_without_the_size_of_a_device_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_recipe_fits_the_devices_it_is_for(recipe: str) -> None:
-    assert doubt_of_memory(config_of(recipe, "cluster.device_memory_gib=80")) is None
+    config = config_of(recipe, "cluster.device_memory_gib=80")
+    assert doubt_of_memory(config) is None
+    moment = fullest_moment(config)
+    assert moment is not None
+    assert verdict(config) == (
+        f"fits 80 GiB: {size_text(moment.total)} at the fullest moment, {moment.name} (planned)"
+    )
+    assert verdict(put(config, "cluster.device", "cpu")) is None
 
 
 def test_an_engine_of_latent_attention_keeps_vectors_whole() -> None:

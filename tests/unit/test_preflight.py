@@ -197,6 +197,7 @@ def closed_port() -> int:
         ("cuda", 8, "0", 2, "needs 2 GPUs, and this machine shows 1"),
         ("cuda", 8, "-1", 1, "shows 0"),
         ("auto", 1, None, 2, "needs 2 GPUs, and this machine shows 1"),
+        ("cuda", 0, None, 1, "needs 1 GPU, and this machine shows 0"),
         ("cuda", 2, None, 2, ""),
         ("auto", 0, None, 2, ""),
         ("cpu", 1, None, 2, ""),

@@ -792,7 +792,8 @@ def test_a_function_that_fails_on_every_response_ends_the_run(
     environments.append(SingleTurn(section(failing, on_error=decision)))
     with pytest.raises(
         RewardError,
-        match=rf"failed on each of the {len(responses)} responses of a batch.*The first, of record 7: ",
+        match=rf"^the reward \S+:\w+ failed on each of the {len(responses)} responses of a batch.*"
+        "The first, of record 7: ",
     ) as caught:
         environments[0].step(turn(*responses))
     traced = {"number": "return int(response)", "no module": "import megarl_no_such_module"}.get(responses[0])
