@@ -697,6 +697,7 @@ def show(config: RunConfig, data: bool) -> None:
     """
 
     from megarl.config.model_facts import facts_of_policy, published_config
+    from megarl.config.plan import verdict
     from megarl.config.report import output_console, print_report
     from megarl.config.validate import doubt_of_memory
     from megarl.run.model_check import check_models_on_disk
@@ -719,7 +720,7 @@ def show(config: RunConfig, data: bool) -> None:
     for line in found:
         console.print(redacted_text(line), markup=False, highlight=False)
     print_findings(lacking, console)
-    doubt = doubt_of_memory(config)
+    doubt = doubt_of_memory(config) or verdict(config)
     if doubt is not None:
         console.print(doubt, markup=False, highlight=False, soft_wrap=True)
 

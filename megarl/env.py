@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 DISTRIBUTION = "megarl-trainer"
 """Distribution name of megarl, by which pip knows it."""
@@ -87,6 +88,22 @@ def forget_unsafe() -> list[str]:
     """Remove the variables of ``UNSAFE`` from the environment, and return the names of those that were
     set."""
     return [name for name in UNSAFE if os.environ.pop(name, None) is not None]
+
+
+def installation(extra: str, options: str = "") -> str:
+    """Return the command that installs packages for GPUs: the script of a clone, else pip with ``options``.
+
+    Args:
+        extra: an extra of megarl, and perhaps a remark after a space.
+        options: options of pip, each followed by a space.
+    """
+    name, _, remark = extra.partition(" ")
+    clone = Path(__file__).resolve().parents[1]
+    is_clone = (clone / "launch" / "gpu_environment.sh").is_file()
+    command = (
+        "bash launch/gpu_environment.sh" if is_clone else f"pip install {options}'{DISTRIBUTION}[{name}]'"
+    )
+    return f"{command} {remark}".rstrip()
 
 
 def installed_version(distribution: str) -> str | None:

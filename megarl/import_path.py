@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import threading
 from collections.abc import Iterator
@@ -124,11 +125,17 @@ def _load(path: str, key: str) -> Any:
         raise _refused(key, path, f"{source} {error}", f"correct {source}") from error
     # Importing executes custom code, which may raise anything, including SystemExit.
     except (Exception, SystemExit) as error:
-        raise _refused(
-            key, path, f"{source} fails: {type(error).__name__}: {error}", f"correct {source}"
-        ) from error
+        file = Path(f"{source.replace('.', '/')}.py")
+        fix = f"write {file}:{name}" if file.is_file() else f"correct {source}"
+        raise _refused(key, path, f"{source} fails: {type(error).__name__}: {error}", fix) from error
     if not hasattr(module, name):
-        there = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))[:8])
+        own = []
+        for each, value in vars(module).items():
+            # What the module imports is not meant.
+            is_imported = getattr(value, "__module__", module.__name__) != module.__name__
+            if not (each.startswith("_") or is_imported or inspect.ismodule(value)):
+                own.append(each)
+        there = ", ".join(sorted(own)[:8])
         raise _refused(key, path, f"{source} has no {name}", f"write one of its names ({there})")
     return getattr(module, name)
 

@@ -473,10 +473,13 @@ class CheckpointManager:
 
     def _warn_of_missing_metrics(self, metrics: Mapping[int, float | None]) -> None:
         missing = sorted(step for step, value in metrics.items() if value is None)
-        if self.metric_name is not None and missing and not self._has_told_of_missing:
+        if self.metric_name is not None and missing == [max(metrics)]:
+            # A stop saves a step that is not validated.
+            logger.info("step %d was not validated; it is kept as the newest checkpoint", *missing)
+        elif self.metric_name is not None and missing and not self._has_told_of_missing:
             self._has_told_of_missing = True
             logger.warning(
-                "checkpoints of steps %s have no metric %r; among them the most recent are kept",
+                "checkpoints of steps %s have no metric %r (not validated); of these the newest are kept",
                 missing,
                 self.metric_name,
             )

@@ -413,9 +413,10 @@ def _apply(config: DictConfig, override: str) -> None:
         _remove(config, override, key, _value_of(text) if equals else None, bool(equals))
         return
     if not equals:
-        raise OverridesError(
-            f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key"
-        )
+        fix = f"{override}=<value>, or ~{key} to remove the key"
+        if key.endswith((".yaml", ".yml")) or Path(override).is_file():
+            fix = f"--with {override}"
+        raise OverridesError(f"override {override!r} has no '='. Fix: write {fix}")
     # OmegaConf.update would silently replace a value on the path by an empty section.
     _refuse_path_through_value(config, override, key)
     # Hydra refuses this too; ++ sets a key whether or not it is there.

@@ -259,6 +259,16 @@ def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | Non
     )
 
 
+def verdict(config: RunConfig) -> str | None:
+    """Return a line that a checked run fits its devices, with its fullest moment; None if sizes are unknown,
+    or without a GPU. Call it only if there is no ``doubt``."""
+    moment = fullest_moment(config)
+    if moment is None or config["cluster"]["device"] == "cpu":
+        return None
+    gib = device_gib(config["cluster"])
+    return f"fits {gib:g} GiB: {size_text(moment.total)} at the fullest moment, {moment.name} (planned)"
+
+
 # Limit the candidates, because each requires a validation of the whole configuration (``proposals``).
 _MOST_CANDIDATES, _SHOWN = 12, 3
 _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
@@ -332,7 +342,7 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     if not at(config, recompute):
         found[recompute] = [True]
     generation = generation_of(policy) if generates(config) else None
-    if generation is not None and generation["backend"] in OF_THE_POLICY:
+    if generation is not None:
         # The KV cache of the policy, or of an engine on its backend, is proportional to this.
         found["policy.generation_batch_size"] = _halves(policy["generation_batch_size"], 1)
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
@@ -364,6 +374,9 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     if cluster["num_nodes"] == 1:
         found["cluster.gpus_per_node"] = _doubles(cluster["gpus_per_node"], _MOST_RANKS_A_NODE)
     found["cluster.num_nodes"] = _doubles(cluster["num_nodes"], _MOST_NODES)
+    if generation is not None and generation["backend"] not in OF_THE_POLICY:
+        # Then the policy itself generates.
+        found["policy.generation.backend"] = ["megatron" if backend == "megatron" else "hf"]
     return found
 
 

@@ -95,10 +95,12 @@ def find(text: str) -> Path:
         # ``load_config`` reports a file that does not exist.
         return path
     names = [recipe.name for part in PARTS for recipe in recipes(part)]
-    # A beginning of a name is a better hint than mere similarity.
-    near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(
-        text, names, n=3, cutoff=0.3
-    )
+    # A beginning of a name is a better hint than words in it, and these than mere similarity.
+    near = [each for each in names if each.startswith(text)]
+    if not near:
+        words = set(text.split("-"))
+        similar = difflib.get_close_matches(text, names, n=len(names), cutoff=0.3)
+        near = sorted(similar, key=lambda name: -len(words & set(name.split("-"))))[:3]
     advice = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(
         f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them"

@@ -102,7 +102,7 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
         named = named_environments(env)
         # Check named environments separately, because no TypedDict can contain names that users choose.
         config = {**config, "env": {key: value for key, value in env.items() if key not in named}}
-    violations = check_section(config, run_type(name))
+    violations = check_section(config, run_type(name), own=next(iter(sections_of(name)), ""))
     for environment, section in named.items():
         violations += check_section(section, EnvConfig, prefix=f"env.{environment}")
     known = {violation.key for violation in violations}
@@ -143,13 +143,16 @@ def check_policy(config: Mapping[str, Any]) -> list[Violation]:
     return check_section(config, PolicyConfig, prefix="policy")
 
 
-def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> list[Violation]:
+def check_section(
+    config: Mapping[str, Any], section: Any, prefix: str = "", own: str = ""
+) -> list[Violation]:
     """Return the schema violations of a section, at most one per key.
 
     Args:
         config: the section as plain containers.
         section: its TypedDict.
         prefix: dotted path of the section, with which the keys of violations begin.
+        own: subsection of the run's algorithm, whose keys are proposed first.
     """
     try:
         _adapter(section).validate_python(config)
@@ -163,7 +166,7 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
     violations = list[Violation]()
     for steps, fault in located:
         location = tuple(part for part, real in steps if real)
-        violations.append(_violation(fault, location, section, prefix))
+        violations.append(_violation(fault, location, section, prefix, own))
     # Keep the first violation of each key, in the original order.
     return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]
 
@@ -209,12 +212,12 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
     return kept
 
 
-def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix: str) -> Violation:
+def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix: str, own: str) -> Violation:
     path = ".".join(map(str, location))
     key = ".".join(filter(None, (prefix, path)))
     kind, value = fault["type"], fault["input"]
     if kind == "extra_forbidden":
-        near = nearest(path, known_paths(section))
+        near = nearest(path, known_paths(section), own)
         full = ".".join(filter(None, (prefix, near)))
         return Violation(
             key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it"
@@ -291,9 +294,10 @@ def _reads_as_number_or_flag(text: str) -> bool:
     return True
 
 
-def nearest(path: str, known: Iterable[str]) -> str | None:
+def nearest(path: str, known: Iterable[str], own: str = "") -> str | None:
     """Return the allowed dotted path that the user most likely meant by an unknown one, or None: a similar
-    name in the same section, else the same name elsewhere, else a similar path."""
+    name in the same section, else the same name elsewhere (first in the section ``own``), else a similar
+    path."""
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}
@@ -302,5 +306,11 @@ def nearest(path: str, known: Iterable[str]) -> str | None:
         return siblings[close[0]]
     same_name = [other for other in paths if other.rpartition(".")[2] == name]
     if same_name:
-        return max(same_name, key=lambda other: difflib.SequenceMatcher(None, other, path).ratio())
+        return max(
+            same_name,
+            key=lambda other: (
+                other.partition(".")[0] == own,
+                difflib.SequenceMatcher(None, other, path).ratio(),
+            ),
+        )
     return next(iter(difflib.get_close_matches(path, paths, n=1, cutoff=0.75)), None)

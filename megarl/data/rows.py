@@ -427,8 +427,9 @@ def _load(place: str, subset: str | None, split: str) -> Any:
         return datasets.load_dataset(place, subset, split=split)
     except Exception as error:
         # The datasets library and its transports raise errors of many unrelated classes.
+        of_subset = "" if subset is None else f"subset {subset}, "
         raise DataError(
-            f"data set {place} (subset {subset}, split {split}) cannot be loaded: {type(error).__name__}: "
+            f"data set {place} ({of_subset}split {split}) cannot be loaded: {type(error).__name__}: "
             f"{error}. "
             "Fix: give a known name, or a local folder"
         ) from error

@@ -21,7 +21,7 @@ from megarl import __version__
 from megarl.config.engines import ENGINES, engine_kind
 from megarl.distributed import nvml
 from megarl.doctor.check import Check, Room, Verdict
-from megarl.env import DISTRIBUTION, installed_version
+from megarl.env import DISTRIBUTION, installation, installed_version
 
 ROOM = Room("versions")
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
@@ -110,10 +110,9 @@ def requirements_of(name: str) -> list[Requirement]:
     return found
 
 
-def applies(requirement: Requirement, extra: str = "") -> bool:
-    """Return whether a requirement applies on this machine. An ``extra`` also selects the requirements of
-    that extra."""
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+def applies(requirement: Requirement) -> bool:
+    """Return whether a requirement applies on this machine, without extras."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, options: str = "") -> Check:
@@ -121,21 +120,8 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
         version = installed_version(name)
         if version is not None:
             return ROOM.ok(title, f"{version} ({name})")
-    # Requirements that apply without the extra are installed anyway.
-    wanted = " ".join(
-        f"'{one.name}{_extras_of(one)}{one.specifier}'"
-        for one in requirements_of(DISTRIBUTION)
-        if applies(one, extra) and not applies(one)
-    )
-    fix = (
-        f"pip install -c constraints-gpu.txt {options}{wanted or packages[0]}   (on a machine with an "
-        "NVIDIA GPU)"
-    )
+    fix = f"{installation(extra, options)}   (on a machine with an NVIDIA GPU)"
     return ROOM.absent(title, f"not installed ({what_for})", fix)
-
-
-def _extras_of(requirement: Requirement) -> str:
-    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
 
 
 SYSTEM = Room("system")

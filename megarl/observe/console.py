@@ -79,6 +79,7 @@ class TrainingConsole:
         self._last_step: int | None = None
         self._steps = 0
         self._performance: dict[str, float] = {}
+        self._first_step = 0
         self._finished = False
         self._under_way = ExitStack()
         self._phase: Phase | None = None
@@ -90,6 +91,7 @@ class TrainingConsole:
             first_step: number of steps that earlier launches have finished.
         """
         self._started_at = self._last_step_at = self._clock()
+        self._first_step = first_step
         if self._quiet:
             return
         text = Text(self._title, style="bold")
@@ -186,6 +188,15 @@ class TrainingConsole:
                 f"mean of {counted} steps",
                 {name: total / counted for name, total in self._performance.items()},
             )
+        if self._last_step is None and self._first_step >= self._total_steps:
+            self._say(
+                Text(
+                    f"already finished ({self._first_step} of {self._total_steps} steps); a larger "
+                    "max_num_steps continues it",
+                    style="bold",
+                )
+            )
+            return
         reached = f"step {self._last_step}/{self._total_steps}" if self._last_step is not None else "no step"
         self._say(
             Text(f"finished: {reached} in {format_seconds(self._clock() - self._started_at)}", style="bold")

@@ -361,10 +361,8 @@ class SingleTurn:
                     continue
                 if self._failing[part.name] < self._step_rows:
                     continue
-                what = (
-                    f"the reward {part.name} ({part.spec.name}) failed on each of the {len(column)} "
-                    "responses of a batch"
-                )
+                shown = f"{part.name} ({part.spec.name})" if self._has_several else part.spec.name
+                what = f"the reward {shown} failed on each of the {len(column)} responses of a batch"
                 first = f"record {turn.records[0].index}: {column[0].message}"
                 raise RewardError(
                     (

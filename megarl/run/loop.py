@@ -231,6 +231,7 @@ def _run_steps(
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
             held.finish()
             return step - 1
+        stop.last_step = step
         if checkpoints is not None:
             # Do not wait for a write in progress. Only a finished one is committed here.
             checkpoints.settle()
@@ -258,6 +259,8 @@ def _run_steps(
         saves = checkpoints is not None and (
             checkpoints.due(step, schedule.total_steps) or stop.reason is not None
         )
+        # A stop that is requested from now on trains and saves one more step.
+        stop.last_step = min(step + (checkpoints is not None), schedule.total_steps)
         with at_step(step), ExitStack() as around_report:
             if checkpoints is not None and saves:
                 # The row is made inside this phase: it contains the seconds so far, and the next row the

@@ -134,10 +134,9 @@ def missing_engine(config: RunConfig) -> Iterator[Violation]:
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
     if kind is not None and package is not None:
-        extra, _, otherwise = kind.extra.partition(" ")
         fix = (
-            f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the "
-            "policy itself generates"
+            f"{env.installation(kind.extra)}; or add '~{GENERATION_BACKEND}': then the policy itself "
+            "generates"
         )
         yield Violation(
             GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix
@@ -194,7 +193,8 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
     elif needed > present:
         machines = f" ({nodes} nodes of {ranks})" if nodes > 1 and apart is None else ""
         lent = "; engines on separate devices need their own GPUs" if apart is not None else ""
-        bound = f"the run needs {needed} GPUs{machines}, and this machine shows {present}{lent}"
+        gpus = f"{needed} GPU{'s' * (needed > 1)}"
+        bound = f"the run needs {gpus}{machines}, and this machine shows {present}{lent}"
         fix = (
             "start it on a machine that has them, or on a cluster (launch/README.md: sbatch, or "
             "RAY_ADDRESS of a running Ray)"

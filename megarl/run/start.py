@@ -218,7 +218,8 @@ def start_policy(
         cluster = beside.worker_group.cluster
     trains = trains and role.is_trained
     name = POLICY_WORKERS if role == ACTOR else role.name
-    with phase(f"{'policy' if role == ACTOR else role.name} built on {cluster.world_size()} ranks") as shown:
+    ranks, what = cluster.world_size(), "policy" if role == ACTOR else role.name
+    with phase(f"{what} built on {ranks} rank{'s' * (ranks > 1)}") as shown:
         shown.detail = _weights_in_words(config, start, role)
         policy = Policy(
             cluster,

@@ -95,6 +95,8 @@ class StopRequest:
         self._time_left = time_left
         self._signal: signal.Signals | None = None
         self._looping = False
+        self.last_step: int | None = None
+        """The step after which a stop that is requested now ends the run; None before the first step."""
         self._ended_with: int | None = None
         # After a terminal is closed, ``isatty`` returns False for its descriptor, so look now.
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
@@ -178,7 +180,8 @@ class StopRequest:
             )
             self._end(128 + number)
         self._signal = signal.Signals(number)
-        _say(f"{self._signal.name}: stopping after this step; a second signal stops at once")
+        when = "before the first step" if self.last_step is None else f"after step {self.last_step}"
+        _say(f"{self._signal.name}: stopping {when}; a second signal stops at once")
 
     def _end(self, code: int) -> NoReturn:
         self._ended_with = code

@@ -101,7 +101,7 @@ def test_a_failed_run_is_an_error_of_the_call(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", seed=1)
     program = LONG.replace("float(len(response))", "[1.0, 2.0]").replace("STEPS", "2")
     said, _ = started(["-c", program], tmp_path).communicate(timeout=300)
-    assert "megarl.errors.MegarlError: the reward env (<lambda>) failed on each of the 64 responses" in said
+    assert "megarl.errors.MegarlError: the reward <lambda> failed on each of the 64 responses" in said
     assert "it returned [1.0, 2.0], and a number is wanted" in said
 
 

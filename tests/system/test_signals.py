@@ -130,7 +130,7 @@ def test_ctrl_c_twice_ends_at_once(material: Material, launches: Launches, tmp_p
     launch = launches.start(config, tmp_path / "run", ["grpo.max_num_steps=100"])
     private = after_step_one(launch)
     os.killpg(launch.process.pid, signal.SIGINT)
-    launch.await_moment(lambda: "SIGINT: stopping after this step" in launch.output())
+    launch.await_moment(lambda: "SIGINT: stopping after step " in launch.output())
     os.killpg(launch.process.pid, signal.SIGINT)
     assert launch.finish() == INTERRUPTED, launch.output()[-5000:]
     assert "SIGINT after SIGINT: stopping at once" in launch.output()

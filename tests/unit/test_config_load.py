@@ -239,6 +239,8 @@ def test_overrides_apply_in_order_and_remove() -> None:
     ("override", "message"),
     [
         ("a.b", "has no '='"),
+        ("my-data.yaml", r"has no '='\. Fix: write --with my-data\.yaml$"),
+        (__file__, r"Fix: write --with /"),
         ("=3", "names no key"),
         ("", "names no key"),
         ("a..b=3", "names no key"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def test_a_configuration_elsewhere_inherits_from_a_recipe(tmp_path: Path) -> Non
 def test_an_unknown_name_lists_its_neighbours() -> None:
     with pytest.raises(ConfigError, match=rf"grpo-qwen2\.5-7b: there is neither .*did you mean {NAME}\?"):
         find("grpo-qwen2.5-7b")
+    of_24gb = "grpo-qwen2.5-1.5b-1gpu-24gb-megatron"
+    with pytest.raises(ConfigError, match=rf"did you mean {re.escape(of_24gb)} or "):
+        find("grpo-qwen2.5-1.5b-24gb")
     with pytest.raises(ConfigError, match=r"nor such a recipe\. Fix: megarl recipes lists them"):
         find("nothing-like-it")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +211,20 @@ def test_all_broken_rules_come_at_once() -> None:
     }
     keys = {violation.key for violation in check(complete(raw_grpo(), changes), FACTS)}
     assert keys == set(changes)
+
+
+def test_the_fix_of_absent_validation_data_names_every_key() -> None:
+    changes = {"data.validation": None, "grpo.val_period": 5, "grpo.val_at_start": True}
+    [violation] = check(complete(raw_grpo(), changes), FACTS)
+    assert violation.fix == "give data.validation, or write grpo.val_period=0 grpo.val_at_start=false"
+
+
+def test_a_parameter_with_the_name_of_a_column_is_the_answer(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward(response, gold):\n    return 0.0\n")
+    changes = {"env.reward": f"{reward}:reward", "data.train.answer_key": "gold"}
+    [violation] = check(complete(raw_grpo(), changes), FACTS)
+    assert violation.fix.startswith("your answer_key gold is the parameter answer; use these names: ")
 
 
 @sampled(2)

@@ -93,6 +93,7 @@ def test_a_whole_number_is_a_number(value: float) -> None:
     [
         (f"{MEGATRON}.tensor_model_paralel_size", f"{MEGATRON}.tensor_model_parallel_size"),
         ("sede", "seed"),
+        ("max_num_steps", "grpo.max_num_steps"),
         ("policy.temperature", "policy.generation.temperature"),
         ("grpo.num_generation_per_prompt", "grpo.num_generations_per_prompt"),
         ("tensor_model_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"),

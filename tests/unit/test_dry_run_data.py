@@ -116,7 +116,7 @@ def test_your_data_in_five_minutes(
         Path(name).write_text(text)
     exec(compile(Path("make_data.py").read_text(), "make_data.py", "exec"), {})
     shown = [line for line in page.splitlines() if line.startswith('{"')]
-    assert [Path(f"{name}.jsonl").read_text().splitlines()[0] for name in ("nested", "chats")] == shown
+    assert [Path(f"{name}.jsonl").read_text().splitlines()[0] for name in ("nested", "chats")] == shown[:2]
     model = command[3]
     for recipe in (["quickstart/grpo", model, "--data"], ["grpo-qwen2.5-7b-8gpu-megatron"]):
         assert main(["train", recipe[0], "--with", "my-data.yaml", "--dry-run", *recipe[1:]]) == 0, (

@@ -26,7 +26,9 @@ from megarl.config.plan import (
     ledger,
     memory_of_models,
     memory_of_run,
+    size_text,
     state_bytes,
+    verdict,
 )
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import doubt_of_memory, validate_config
@@ -131,7 +133,10 @@ def test_what_is_not_refused_is_doubted(overrides: tuple[str, ...]) -> None:
 def test_small_buffers_of_a_refit_hold_the_largest_weight_all_the_same(size: str) -> None:
     """A smaller size than that is refused at the first refit, and the weight is gathered beside them."""
     overrides = ("grpo-qwen3-4b-lora-1gpu-24gb-megatron", "cluster.device_memory_gib=20")
-    said = "refit takes 20.3 GiB; train a smaller model, or divide it over more devices"
+    said = (
+        "refit takes 20.3 GiB; it would with policy.generation_batch_size=32 "
+        'policy.generation.backend="megatron"'
+    )
     for each in (overrides, (*overrides, f"policy.refit_buffer_size_gb={size}")):
         text = doubt_of_memory(config_of(*each))
         assert text is not None and said in text
@@ -155,7 +160,14 @@ def test_without_the_size_of_a_device_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_recipe_fits_the_devices_it_is_for(recipe: str) -> None:
-    assert doubt_of_memory(config_of(recipe, "cluster.device_memory_gib=80")) is None
+    config = config_of(recipe, "cluster.device_memory_gib=80")
+    assert doubt_of_memory(config) is None
+    moment = fullest_moment(config)
+    assert moment is not None
+    assert verdict(config) == (
+        f"fits 80 GiB: {size_text(moment.total)} at the fullest moment, {moment.name} (planned)"
+    )
+    assert verdict(put(config, "cluster.device", "cpu")) is None
 
 
 def test_an_engine_of_latent_attention_keeps_vectors_whole() -> None:

@@ -125,6 +125,11 @@ def test_missing_metrics_and_no_steps() -> None:
     view.finish()
     assert stream.getvalue().splitlines()[0] == "SFT  7 steps, resumed after step 3"
     assert stream.getvalue().count("finished: no step") == 1
+    view.start(first_step=7)
+    view._finished = False
+    view.finish()
+    last = stream.getvalue().splitlines()[-1]
+    assert last == "already finished (7 of 7 steps); a larger max_num_steps continues it"
     stream.truncate(0)
     view.step(4, {})
     assert re.search(r"step 4/7 +\d\.\d\ds", stream.getvalue())

@@ -19,6 +19,7 @@ from megarl.cli import load_and_check, main
 from megarl.config.nested import put
 from megarl.config.recipes import recipes
 from megarl.config.validate import validate_config
+from megarl.doctor import versions
 from megarl.errors import DataError, MachineError
 from megarl.run import preflight
 from megarl.run.loop import Schedule
@@ -147,6 +148,28 @@ def test_packages_devices_directories_and_models_are_named_together(
     assert "run_dir" not in [finding.key for finding in findings(config, trains=False)]
 
 
+@pytest.mark.parametrize(
+    ("is_clone", "installation"),
+    [(True, "bash launch/gpu_environment.sh"), (False, "pip install 'megarl-trainer[vllm]'")],
+)
+def test_an_engine_that_is_not_installed_has_one_fix(
+    is_clone: bool, installation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dry run and the doctor name the same command."""
+    if not is_clone:
+        monkeypatch.setattr(preflight.env, "__file__", str(tmp_path / "megarl" / "env.py"))
+    monkeypatch.setattr(preflight.env, "installed_version", lambda _: None)
+    monkeypatch.setattr(versions, "installed_version", lambda _: None)
+    lacking = {
+        finding.key: finding.fix
+        for finding in findings(load_and_check("grpo-qwen2.5-1.5b-1gpu-24gb-megatron", []))
+    }
+    fix = lacking["policy.generation.backend"]
+    assert fix.startswith(f"{installation} (on a machine without a GPU: ")
+    assert fix.endswith("; or add '~policy.generation.backend': then the policy itself generates")
+    assert versions._optional("vLLM", ["vllm"], "vllm", "").fix.startswith(f"{installation}   (")
+
+
 @pytest.mark.parametrize(("version", "is_there"), [("0.16.1", False), ("0.19.1", False), ("0.19.2", True)])
 def test_a_model_class_that_megatron_core_lacks_is_named(
     version: str, is_there: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -174,6 +197,7 @@ def closed_port() -> int:
         ("cuda", 8, "0", 2, "needs 2 GPUs, and this machine shows 1"),
         ("cuda", 8, "-1", 1, "shows 0"),
         ("auto", 1, None, 2, "needs 2 GPUs, and this machine shows 1"),
+        ("cuda", 0, None, 1, "needs 1 GPU, and this machine shows 0"),
         ("cuda", 2, None, 2, ""),
         ("auto", 0, None, 2, ""),
         ("cpu", 1, None, 2, ""),

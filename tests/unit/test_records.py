@@ -81,7 +81,7 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         list_records(source | {"path": str(tmp_path / "nowhere.jsonl")})
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="cannot be loaded"):
+    with pytest.raises(DataError, match=r" \(split \w+\) cannot be loaded"):
         list_records(source | {"path": str(tmp_path / "folder")})
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="not UTF-8"):

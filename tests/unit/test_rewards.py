@@ -6,6 +6,7 @@ import os
 import random
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -175,7 +176,7 @@ def test_a_module_that_takes_long_is_named_while_it_is_waited_for(
     ]
 
 
-def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
+def test_unknown_rewards_are_refused(users: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(REWARDS) == set(BUILT_IN_REWARDS)
     with pytest.raises(
         ConfigError, match=r"env\.reward = 'exakt': it must be exact_match, math, .* or an import path"
@@ -183,6 +184,17 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
         get_reward(RewardSpec("exakt"))
     with pytest.raises(ConfigError, match=r"has no rewart.*write one of its names \(.*reward"):
         get_reward(RewardSpec(users.replace(":reward", ":rewart")))
+    own = tmp_path / "my_reward.py"
+    own.write_text("import re\nfrom math import sqrt\n\n\ndef reward(response):\n    return 0.0\n")
+    with pytest.raises(ConfigError, match=r"write one of its names \(reward\)"):
+        get_reward(RewardSpec(f"{own}:rewart"))
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    own.rename(elsewhere / "not_loaded.py")
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(ConfigError, match=r"Fix: write not_loaded\.py:reward$"):
+        get_reward(RewardSpec("not_loaded:reward"))
     with pytest.raises(ConfigError, match=r"it is int, which cannot be called"):
         get_reward(RewardSpec(users.replace(":reward", ":number")))
     with pytest.raises(ConfigError, match=r"there is no file"):
@@ -780,7 +792,8 @@ def test_a_function_that_fails_on_every_response_ends_the_run(
     environments.append(SingleTurn(section(failing, on_error=decision)))
     with pytest.raises(
         RewardError,
-        match=rf"failed on each of the {len(responses)} responses of a batch.*The first, of record 7: ",
+        match=rf"^the reward \S+:\w+ failed on each of the {len(responses)} responses of a batch.*"
+        "The first, of record 7: ",
     ) as caught:
         environments[0].step(turn(*responses))
     traced = {"number": "return int(response)", "no module": "import megarl_no_such_module"}.get(responses[0])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megarl.observe.console import TrainingConsole
 from megarl.run.run import run
 from megarl.run.stopping import (
     INTERRUPTED,
@@ -289,6 +290,24 @@ def test_a_run_stops_while_there_is_time_for_it(
 def test_ctrl_c_outside_of_the_loop_is_what_it_always_is() -> None:
     with pytest.raises(KeyboardInterrupt):
         StopRequest().receive(signal.SIGINT, None)
+
+
+def test_a_stop_between_two_steps_names_the_later_one(
+    tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The row of step 1 is being written, too late to save it: step 2 is trained and saved."""
+    shown = TrainingConsole.step
+
+    def interrupted(console: TrainingConsole, step: int, metrics: Any) -> None:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        shown(console, step, metrics)
+
+    monkeypatch.setattr(TrainingConsole, "step", interrupted)
+    assert run(make_config("sft", tmp_path, model, data), PolicyMaker()) == INTERRUPTED
+    said = capfd.readouterr()
+    assert "SIGINT: stopping after step 2; a second" in said.err
+    assert "stopped after step 2 (SIGINT" in said.out + said.err
 
 
 def test_a_closing_terminal_may_say_so_again_and_again() -> None:

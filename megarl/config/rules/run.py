@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
@@ -141,8 +142,9 @@ def validation_has_data(view: View) -> Iterator[Violation]:
     asked = [key for key in _VALIDATES if view.get(f"{section}.{key}", 0)]
     if asked:
         key = f"{section}.{asked[0]}"
+        off = " ".join(f"{section}.{each}={0 if each == 'val_period' else 'false'}" for each in asked)
         yield Violation(
-            key, view[key], "there is no data.validation", "give data.validation, or turn validation off"
+            key, view[key], "there is no data.validation", f"give data.validation, or write {off}"
         )
 
 
@@ -436,7 +438,19 @@ def reward_is_known(view: View) -> Iterator[Violation]:
         names = {key.removeprefix("env.")} | ({None} if len(environments) == 1 else set())
         columns = [set(_extra_keys(source)) for source in sources if at(source, "env_name") in names]
         columns = columns or [set(itertools.chain.from_iterable(map(_extra_keys, sources)))]
-        yield from faults_of_rewards(section, key, set.intersection(*columns))
+        for violation in faults_of_rewards(section, key, set.intersection(*columns)):
+            yield replace(violation, fix=_parameters_of_keys(violation, sources) + violation.fix)
+
+
+def _parameters_of_keys(violation: Violation, sources: Sequence[DataSource]) -> str:
+    """Return which parameters get the columns that a reward function's parameters are named after, if the
+    sources use these columns as prompt or answer."""
+    named = {(part, at(source, f"{part}_key")) for source in sources for part in ("prompt", "answer")}
+    return "".join(
+        f"your {part}_key {column} is the parameter {part}; "
+        for part, column in sorted(named, key=str)
+        if repr(column) in violation.bound.partition("there is no value for its parameter")[2]
+    )
 
 
 def _extra_keys(source: DataSource) -> list[str]:

