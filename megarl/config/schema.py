@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megarl.config.algorithms import ORDER, run_type, sections_of
+from megarl.config.algorithms import ALGORITHMS, KEY, ORDER, run_type, sections_of
 from megarl.config.environments import EnvConfig, named_environments
 from megarl.config.models import POLICY, as_of_policy, in_full, model_sections
 from megarl.config.nested import at, has
@@ -220,7 +220,9 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
             key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it"
         )
     if kind == "missing":
-        return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: <value>")
+        # pydantic's input of a missing key is the section that lacks it.
+        likely = [*(ALGORITHMS.keys() & value), "<value>"] if key == KEY else ["<value>"]
+        return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: {likely[0]}")
     if value is None:
         return Violation(
             key,
@@ -297,7 +299,7 @@ def nearest(path: str, known: Iterable[str]) -> str | None:
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
     if close:
         return siblings[close[0]]
     same_name = [other for other in paths if other.rpartition(".")[2] == name]

@@ -112,6 +112,10 @@ def test_a_key_like_no_other_is_to_be_removed() -> None:
     assert violations_after({"qqqqqqqq": 1})["qqqqqqqq"].fix == "remove it"
 
 
+def test_a_missing_algorithm_is_that_of_its_section() -> None:
+    assert violations_after({"algorithm": ...})["algorithm"].fix == "add algorithm: grpo"
+
+
 def test_null_is_allowed_exactly_where_the_type_says_so() -> None:
     allowed = {
         "policy.generation.top_k": None,
@@ -326,6 +330,7 @@ def test_nearest_prefers_the_same_section() -> None:
     assert nearest("b.size", known) == "b.sizes"
     assert nearest("c.size", known) == "a.size"
     assert nearest("zzz", known) is None
+    assert nearest("a.kv_cache_type", {"a.kv_cache_gb"}) is None, "a part of the name is not the meaning"
 
 
 def test_configuration_needs_neither_torch_nor_ray() -> None:
