@@ -51,6 +51,7 @@ EXPECTED = {
 
 
 IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
+_CLOSE = 0.75
 _SIMILAR = 0.5
 """Minimum similarity at which an allowed value is proposed for a wrong one, low enough for fp16 and
 float16."""
@@ -294,15 +295,12 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """Return the allowed dotted path that the user most likely meant by an unknown one, or None: a similar
-    name in the same section, else the same name elsewhere, else a similar path."""
-    parent, _, name = path.rpartition(".")
-    paths = list(known)
-    siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
-    if close:
-        return siblings[close[0]]
-    same_name = [other for other in paths if other.rpartition(".")[2] == name]
-    if same_name:
-        return max(same_name, key=lambda other: difflib.SequenceMatcher(None, other, path).ratio())
-    return next(iter(difflib.get_close_matches(path, paths, n=1, cutoff=0.75)), None)
+    """Return the allowed dotted path that the user most likely meant by an unknown one: of those whose last
+    part is close, the most similar one, or None."""
+    name_of = {other: other.rpartition(".")[2] for other in known}
+    close = difflib.get_close_matches(path.rpartition(".")[2], {*name_of.values()}, n=5, cutoff=_CLOSE)
+    return max(
+        (other for other, name in name_of.items() if name in close),
+        key=lambda other: difflib.SequenceMatcher(None, other, path).ratio(),
+        default=None,
+    )

@@ -8,6 +8,7 @@ import difflib
 import fnmatch
 import inspect
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,7 +143,10 @@ def validation_has_data(view: View) -> Iterator[Violation]:
     if asked:
         key = f"{section}.{asked[0]}"
         yield Violation(
-            key, view[key], "there is no data.validation", "give data.validation, or turn validation off"
+            key,
+            view[key],
+            "there is no data.validation",
+            f"write {key}={json.dumps(type(view[key])())}, or a set: data.validation={{name: AIME2024}}",
         )
 
 
