@@ -143,6 +143,7 @@ build_srun() {
 show_plan() {
     say "attempt      $RESTARTS, files in $MEGARL_ATTEMPT_DIR"
     say "nodes        $NODES"
+    say "python       $(command -v python || echo "of the container")"
     say "ports        ${MEGARL_PORT_BASE:-none}"
     say "srun         $(printf '%q ' "${SRUN[@]}")"
     ((${#PREFLIGHT[@]} == 0)) || say "check        $(printf "%q " "${PREFLIGHT[@]}")"
@@ -304,6 +305,10 @@ use_environment() {
     [[ -n "${MEGARL_VENV:-}" || -d "$venv" ]] || venv=$MEGARL_ROOT/.venv
     if [[ -x "$venv/bin/python" && (-z "${MEGARL_CONTAINER_IMAGE:-}" || -n "${MEGARL_VENV:-}") ]]; then
         export PATH="$venv/bin:$PATH"
+    elif [[ -z "${MEGARL_CONTAINER_IMAGE:-}" ]]; then
+        [[ -z "${MEGARL_VENV:-}" ]] || fail 2 "MEGARL_VENV = $MEGARL_VENV has no bin/python. Fix: name an environment that $(hostname) sees, or unset it"
+        command -v python >/dev/null ||
+            fail 2 "$MEGARL_ROOT has neither .venv-gpu nor .venv, and PATH has no python. Fix: bash launch/gpu_environment.sh, or set MEGARL_VENV"
     fi
     threads=$(threads_of_rank)
     export PYTHONPATH="$MEGARL_ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"

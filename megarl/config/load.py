@@ -450,7 +450,13 @@ def _refuse_depth(text: str) -> None:
 
 
 def _value_of(text: str) -> Any:
-    _refuse_depth(text)
+    try:
+        _refuse_depth(text)
+    except yaml.YAMLError:
+        # YAML gives these a meaning of its own at the beginning, which no override has.
+        if not text.startswith(("*", "@", "%", "`")):
+            raise
+        return text
     # Use OmegaConf's YAML loader, as for files: PyYAML's own reads 1e-6 as a text.
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
 

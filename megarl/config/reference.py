@@ -118,12 +118,14 @@ def ledger_table(configs: Path) -> Iterator[str]:
         facts = read_model_facts(config["policy"]["model_name"])
         moments = [] if facts is None else ledger(config, facts, memory_of_run(config)[1])
         if moments and generation_of(config["policy"])["colocated"]["enabled"]:
-            rows.append((path.stem, moments))
+            rows.append((path.stem, {moment.name: f"{moment.total / 2**30:.1f}" for moment in moments}))
+    # Runs with further models have moments of their own.
+    names = list(dict.fromkeys(name for _, used in rows for name in used))
     if rows:
-        yield f"| recipe | {' | '.join(moment.name for moment in rows[0][1])} |"
-        yield f"|{'---|' * (1 + len(rows[0][1]))}"
-    for name, moments in rows:
-        yield f"| `{name}` | {' | '.join(f'{moment.total / 2**30:.1f}' for moment in moments)} |"
+        yield f"| recipe | {' | '.join(names)} |"
+        yield f"|{'---|' * (1 + len(names))}"
+    for recipe, used in rows:
+        yield f"| `{recipe}` | {' | '.join(used.get(name, '') for name in names)} |"
 
 
 def key_tables() -> Iterator[str]:

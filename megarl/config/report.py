@@ -33,7 +33,7 @@ from megarl.config.plan import (
     memory_of_run,
     size_text,
 )
-from megarl.config.rules.parallel import engines_shape, layout_of
+from megarl.config.rules.parallel import engines_shape, layout_of, training_shape
 from megarl.config.rules.view import View
 from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import set_plans, validation_sources
@@ -254,10 +254,12 @@ def surroundings_table(
         size_text(host_memory(config, ranks, beside, engine)),
     )
     if checkpointing["enabled"]:
-        table.add_row(
-            "a checkpoint",
-            size_text(checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)),
-        )
+        size = checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)
+        table.add_row("a checkpoint", size_text(size))
+        if checkpointing["async_save"]:
+            # The ranks write equal shares, as the optimizer's states, by far the most of it, are sharded.
+            share = size // training_shape(View(config))[0]
+            table.add_row("its part of a node, held in /dev/shm (async_save)", size_text(share))
         kept = f"{checkpoints_kept(config)} checkpoints at once" + (
             ", exported model" if checkpointing["export_hf"] else ""
         )

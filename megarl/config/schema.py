@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megarl.config.algorithms import ORDER, run_type, sections_of
+from megarl.config.algorithms import ALGORITHMS, KEY, ORDER, run_type, sections_of
 from megarl.config.environments import EnvConfig, named_environments
 from megarl.config.models import POLICY, as_of_policy, in_full, model_sections
 from megarl.config.nested import at, has
@@ -51,6 +51,7 @@ EXPECTED = {
 
 
 IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
+_CLOSE = 0.75
 _SIMILAR = 0.5
 """Minimum similarity at which an allowed value is proposed for a wrong one, low enough for fp16 and
 float16."""
@@ -223,7 +224,9 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
             key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it"
         )
     if kind == "missing":
-        return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: <value>")
+        # pydantic's input of a missing key is the section that lacks it.
+        likely = [*(ALGORITHMS.keys() & value), "<value>"] if key == KEY else ["<value>"]
+        return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: {likely[0]}")
     if value is None:
         return Violation(
             key,
@@ -295,22 +298,14 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str], own: str = "") -> str | None:
-    """Return the allowed dotted path that the user most likely meant by an unknown one, or None: a similar
-    name in the same section, else the same name elsewhere (first in the section ``own``), else a similar
-    path."""
-    parent, _, name = path.rpartition(".")
-    paths = list(known)
-    siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    if close:
-        return siblings[close[0]]
-    same_name = [other for other in paths if other.rpartition(".")[2] == name]
-    if same_name:
-        return max(
-            same_name,
-            key=lambda other: (
-                other.partition(".")[0] == own,
-                difflib.SequenceMatcher(None, other, path).ratio(),
-            ),
-        )
-    return next(iter(difflib.get_close_matches(path, paths, n=1, cutoff=0.75)), None)
+    """Return the allowed dotted path that the user most likely meant by an unknown one, or None: of those
+    whose last part is close, one with the same last part, in the section ``own``, or the most similar one."""
+    last = path.rpartition(".")[2]
+    name_of = {other: other.rpartition(".")[2] for other in known}
+    close = difflib.get_close_matches(last, {*name_of.values()}, n=5, cutoff=_CLOSE)
+
+    def likeness(other: str) -> tuple[bool, bool, float]:
+        ratio = difflib.SequenceMatcher(None, other, path).ratio()
+        return name_of[other] == last, other.partition(".")[0] == own, ratio
+
+    return max((other for other, name in name_of.items() if name in close), key=likeness, default=None)

@@ -21,6 +21,8 @@ from megarl.config.plan import doubt, state_fits
 from megarl.config.policy import PolicyConfig
 from megarl.config.proposals import Followers, valid
 from megarl.config.rules import check
+from megarl.config.rules.run import VALIDATES
+from megarl.config.rules.view import View
 from megarl.config.schema import ABSENT, check_policy, check_run
 from megarl.config.sections import Config, RunConfig
 from megarl.config.token_budget import with_token_budgets
@@ -70,6 +72,13 @@ def unusual_values(config: RunConfig) -> Iterator[str]:
                     f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a "
                     "step; is it intended?"
                 )
+    name, section = at(config, "checkpointing.metric_name"), View(config).algorithm.section()
+    validates = any(at(config, f"{section}.{key}") for key in VALIDATES)
+    if config["checkpointing"]["enabled"] and f"{name}".startswith(("validation/", "val_")) and not validates:
+        yield (
+            f"checkpointing.metric_name = {name}: {section}.val_period is 0, and the newest checkpoints are "
+            "kept where no metric ranks them; is it intended?"
+        )
 
 
 def doubt_of_memory(config: RunConfig) -> str | None:

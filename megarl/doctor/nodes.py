@@ -84,6 +84,8 @@ def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
     if len(nodes) >= wanted:
         return ROOM.ok("nodes", found)
     fix = f"sbatch --nodes={wanted}, or cluster.num_nodes={len(nodes)}"
+    if env.text("RAY_ADDRESS") is None:
+        fix = f"set RAY_ADDRESS to the cluster's: without it this is a Ray of this machine alone; or {fix}"
     return ROOM.failed("nodes", f"{found}; cluster.num_nodes = {wanted}", fix)
 
 

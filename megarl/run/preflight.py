@@ -298,22 +298,25 @@ def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
 
 def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> Iterator[Violation]:
     key, place, _ = max(together, key=lambda each: each[2])
-    usage = shutil.disk_usage(nearest_directory(place))
+    measured = nearest_directory(place)
+    usage = shutil.disk_usage(measured)
     # Subtract what is there already, because a run that is resumed has written a part of it.
     places = {path for _, path, _ in together}
     roots = [path for _, path, _ in together if places.isdisjoint(path.parents)]
     needed = max(sum(size for _, _, size in together) - sum(map(tree_bytes, roots)), _LEAST_FREE)
     # Some file systems on object storage report a size of 0 bytes.
     if usage.total and usage.free < needed:
+        absent = "" if measured == place else ", as it does not exist yet"
         bound = (
-            f"{size_text(usage.free)} are free there, and the run writes {size_text(needed)} of "
-            "checkpoints and exports"
+            f"{size_text(usage.free)} are free in {measured}{absent}, and the run writes {size_text(needed)} "
+            "of checkpoints and exports"
         )
         yield Violation(
             key,
             at(config, key),
             bound,
-            f"give {key} another directory, or keep fewer checkpoints (checkpointing.keep_top_k)",
+            f"give {key} another directory"
+            + ", or keep fewer checkpoints (checkpointing.keep_top_k)" * config["checkpointing"]["enabled"],
         )
 
 

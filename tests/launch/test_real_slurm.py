@@ -86,7 +86,7 @@ def without_ray(slurm: LoopbackSlurm, tmp_path_factory: pytest.TempPathFactory) 
     write_fake_ray(commands)
     return {
         "PATH": f"{commands}:{slurm.variables['PATH']}",
-        "MEGARL_VENV": "/none",
+        "MEGARL_VENV": str(commands.parent),
         "MEGARL_NODE_IP": "127.0.0.1",
         "MEGARL_CHECK_NODES": "0",
     }

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             "MEGARL_NODE_IP": "127.0.0.1",
             "MEGARL_RAY_TIMEOUT_S": "20",
             "MEGARL_RAY_TEMP": str(tmp_path),
-            "MEGARL_VENV": str(tmp_path / "none"),
+            "MEGARL_VENV": str(tmp_path),
         },
     )
     yield made
@@ -673,22 +674,39 @@ def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path
     assert "srun --nodes=1" in done.stderr and not job.calls("srun") and not (job.directory / "runs").exists()
 
 
-def test_a_dry_run_shows_the_nodes_that_it_is_given(job: Job) -> None:
-    (job.directory / "run.yaml").touch()
+@pytest.mark.parametrize(("override", "nodes"), [("seed=1", 4), ("cluster.num_nodes=8", 8)])
+def test_a_dry_run_shows_the_nodes_of_the_configuration(job: Job, override: str, nodes: int) -> None:
+    (job.directory / "run.yaml").write_text("cluster: {num_nodes: 4}")
+    python = job.directory / "bin" / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != - ] || exec {sys.executable} "$@"\n')
     outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
-    command = [
-        "bash",
-        str(ROOT / "launch" / "train.sbatch"),
-        "--dry-run",
-        "run.yaml",
-        "cluster.num_nodes=8",
-        "seed=1",
-    ]
+    command = ["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", override, "--dry-run"]
     done = job.ran(command, outside)
-    assert done.returncode == 0 and "srun --nodes=8 --ntasks=8" in done.stderr, done.stderr
-    assert "cluster.num_nodes=1" not in done.stderr
+    assert done.returncode == 0 and f"srun --nodes={nodes} --ntasks={nodes}" in done.stderr, done.stderr
+    assert "cluster.num_nodes=1" not in done.stderr and f"python       {python}\n" in done.stderr
     inside = job.ran(command)
     assert "srun --nodes=2 --ntasks=2" in inside.stderr, "a job has the nodes that it has"
+    told = "the configuration has cluster.num_nodes=4, the job has 2: the run takes those."
+    assert (told in inside.stderr) is (nodes == 4), inside.stderr
+
+
+@sampled(1)
+@pytest.mark.parametrize(("place", "code"), [("MEGARL_VENV", 2), ("MEGARL_CONTAINER_IMAGE", 0)])
+def test_an_environment_without_python_is_refused(job: Job, place: str, code: int) -> None:
+    """A container may have it where the host has not."""
+    none = {"MEGARL_VENV": str(job.directory / "none"), place: "none"}
+    done = job.ran(["bash", str(ROOT / "launch" / "ray.sbatch"), "--dry-run", "a"], {**job.variables, **none})
+    assert done.returncode == code and ("MEGARL_VENV = none has no bin/python" in done.stderr) is (code == 2)
+
+
+@sampled(1)
+@pytest.mark.parametrize(
+    ("word", "code", "says"),
+    [("--nodes=8", 2, "sbatch --nodes=8 launch/train.sbatch"), ("--help", 0, "sbatch --nodes=8 launch/")],
+)
+def test_an_option_in_the_wrong_place_says_what_to_write(job: Job, word: str, code: int, says: str) -> None:
+    done = submit_training(job, word)
+    assert done.returncode == code and says in done.stdout + done.stderr and not job.calls("srun")
 
 
 def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job_s_code(job: Job) -> None:

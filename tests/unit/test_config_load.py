@@ -235,6 +235,11 @@ def test_overrides_apply_in_order_and_remove() -> None:
     assert overridden("~t", "+t=again")["t"] == "again"
 
 
+@pytest.mark.parametrize("pattern", ["*policy*", "*policy*,*vllm*", "@x", "%x", "`x`"])
+def test_a_text_that_begins_with_a_mark_of_yaml_needs_no_quotes(pattern: str) -> None:
+    assert overridden(f"t={pattern}")["t"] == pattern
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

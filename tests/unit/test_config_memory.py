@@ -25,8 +25,9 @@ from megarl.config.memory import estimate, optimizer_bytes
 from megarl.config.memory_run import GRAPHS, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory
 from megarl.config.model_facts import facts_of, read_model_facts
 from megarl.config.parameters import layer_parameters, model_parameters, stage_parameters
-from megarl.config.plan import memory_of_run
+from megarl.config.plan import memory_of_run, size_text
 from megarl.config.policy import STATE_KEYS
+from megarl.config.report import surroundings_table
 from megarl.config.rules.view import View
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import validate_config
@@ -524,6 +525,12 @@ def test_host_memory_and_disk_of_a_run() -> None:
     assert checkpoint_bytes(config["policy"], LARGE_FACTS) == parameters * 14
     assert checkpoints_kept(config) == 5, "three, the newest, and the one that is being written"
     assert disk_bytes(config, LARGE_FACTS) == parameters * (5 * 14 + 2 * config["checkpointing"]["export_hf"])
+    config["checkpointing"]["async_save"] = True
+    table = surroundings_table(config, LARGE_FACTS, ranks, {})
+    shared = list(table.columns[0].cells).index("its part of a node, held in /dev/shm (async_save)")
+    assert list(table.columns[1].cells)[shared] == size_text(
+        parameters * 14 // config["cluster"]["num_nodes"]
+    )
     config["cluster"]["device"] = "cpu"
     assert host_memory(config, ranks) == 8 * max(rank.peak + 2 * rank.reference_weights for rank in ranks)
 

@@ -13,6 +13,7 @@ import yaml
 
 from megarl.cli import main
 from megarl.config.load import load_config
+from megarl.config.nested import put
 from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.tables import FOREIGN_KEYS
 from megarl.config.validate import validate_config
@@ -92,6 +93,23 @@ def test_what_the_table_says_makes_them_pass_the_dry_run(
     path.write_text(yaml.safe_dump(as_the_table_says(THEIRS[name])))
     assert main(["train", str(path), "--dry-run"]) == 0, capsys.readouterr().err
     assert "Qwen/Qwen2.5-1.5B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("data.train.dataset_name", "AIME2024", "write data.train.name=AIME2024"),
+        ("checkpointing.save_consolidated", False, "write checkpointing.export_hf: true in its place"),
+        ("policy.megatron_cfg.moe_enable_deepep", False, "false: remove it; true: write moe_token"),
+        ("policy.megatron_cfg.bias_activation_fusion", True, "remove it: kernels are fused"),
+        ("grpo.reward_shaping", {"enabled": False}, "remove it if it is not enabled; else add the reward"),
+        ("grpo.async_grpo.in_flight_weight_updates", False, "remove the line, or write"),
+    ],
+)
+def test_the_fix_for_a_key_of_another_meaning_here(key: str, value: Any, fix: str, tmp_path: Path) -> None:
+    config = put(raw_grpo(), key, value)
+    [violation] = [each for each in refused(config, tmp_path) if each.key == key]
+    assert violation.fix.startswith(fix)
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,13 @@ def fixes(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
         (["cluster.num_nodes=3"], {GLOBAL: f"write {PROMPTS}=33 and {GLOBAL}=528"}),
         ([f"{VLLM}.tensor_parallel_size=3"], {f"{VLLM}.tensor_parallel_size": "write 4"}),
         ([f"{GLOBAL}=500"], {GLOBAL: "write 512"}),
+        (
+            [f"{MEGATRON}.pipeline_model_parallel_size=3"],
+            {
+                "cluster.gpus_per_node": f"write {MEGATRON}.pipeline_model_parallel_size=4",
+                f"{MEGATRON}.pipeline_model_parallel_size": "write 4",
+            },
+        ),
     ],
 )
 def test_what_is_printed_for_a_recipe_is_accepted(

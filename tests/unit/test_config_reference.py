@@ -48,6 +48,14 @@ def test_the_pages_are_current(name: str) -> None:
     assert updated(page, name, CONFIGS) == page, "run: python -m megarl.config.reference configs"
 
 
+def test_a_row_has_as_many_cells_as_the_heading() -> None:
+    """Recipes with further models have moments of their own."""
+    for table in re.findall(
+        r"(?:^\|.*\n)+", (CONFIGS / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    ):
+        assert len({row.count("|") for row in table.splitlines()}) == 1, table
+
+
 @slow
 def test_the_program_brings_the_pages_up_to_date(tmp_path: Path) -> None:
     """In a process of its own, where nothing was imported before."""

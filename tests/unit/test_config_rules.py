@@ -216,7 +216,9 @@ def test_all_broken_rules_come_at_once() -> None:
 def test_the_fix_of_absent_validation_data_names_every_key() -> None:
     changes = {"data.validation": None, "grpo.val_period": 5, "grpo.val_at_start": True}
     [violation] = check(complete(raw_grpo(), changes), FACTS)
-    assert violation.fix == "give data.validation, or write grpo.val_period=0 grpo.val_at_start=false"
+    assert violation.fix == (
+        "give data.validation, such as {name: AIME2024}, or write grpo.val_period=0 grpo.val_at_start=false"
+    )
 
 
 def test_a_parameter_with_the_name_of_a_column_is_the_answer(tmp_path: Path) -> None:

@@ -113,6 +113,29 @@ def test_a_key_like_no_other_is_to_be_removed() -> None:
     assert violations_after({"qqqqqqqq": 1})["qqqqqqqq"].fix == "remove it"
 
 
+def test_a_missing_algorithm_is_that_of_its_section() -> None:
+    assert violations_after({"algorithm": ...})["algorithm"].fix == "add algorithm: grpo"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"grpo.val_period": 10, "data.validation": None},
+            "write grpo.val_period=0",
+        ),
+        (
+            {f"{MEGATRON}.context_parallel_size": 2, "policy.make_sequence_length_divisible_by": 1},
+            "ranks holds two chunks, so it must be a multiple of",
+        ),
+    ],
+)
+def test_a_message_has_the_number_that_was_missed(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_config(changed(raw_grpo(), changes))
+    assert text in str(caught.value)
+
+
 def test_null_is_allowed_exactly_where_the_type_says_so() -> None:
     allowed = {
         "policy.generation.top_k": None,
@@ -327,6 +350,8 @@ def test_nearest_prefers_the_same_section() -> None:
     assert nearest("b.size", known) == "b.sizes"
     assert nearest("c.size", known) == "a.size"
     assert nearest("zzz", known) is None
+    far = "policy.generation.vllm_cfg.kv_cache_"
+    assert nearest(f"{far}dtype", {f"{far}gb"}) is None, "a part of the name is not the meaning"
 
 
 def test_configuration_needs_neither_torch_nor_ray() -> None:

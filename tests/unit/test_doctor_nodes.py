@@ -62,13 +62,18 @@ def test_gpus_are_held_against_the_run(
     assert ("sbatch --gpus-per-node=8" in check.fix) is (verdict != "ok")
 
 
-def test_nodes_are_held_against_the_run() -> None:
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_nodes_are_held_against_the_run(address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
     assert judge_nodes(nodes(8, 8), run_on(2, 8)).verdict is Verdict.OK
     check = judge_nodes(nodes(8, 8), run_on(3, 8))
     assert (
         check.verdict is Verdict.FAILED
         and "2 in Ray: n1, n2; cluster.num_nodes = 3" in check.found
         and "sbatch --nodes=3" in check.fix
+        and ("set RAY_ADDRESS" in check.fix) is (address is None)
     )
 
 

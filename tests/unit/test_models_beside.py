@@ -233,6 +233,14 @@ def test_a_whole_configuration_is_checked_for_all_models(raw: dict[str, Any], tm
     )
 
 
+@pytest.mark.parametrize(("period", "warns"), [(0, True), (5, False)])
+def test_a_metric_of_a_validation_that_never_runs_is_doubted(period: int, warns: bool) -> None:
+    raw = changed(raw_grpo(), {"grpo.val_period": period})
+    raw["data"]["validation"] = raw["data"]["train"]
+    raw["checkpointing"] = {"enabled": True, "metric_name": "validation/accuracy"}
+    assert any("grpo.val_period is 0" in text for text in unusual_values_of(raw)) is warns
+
+
 def unusual_values_of(raw: dict[str, Any]) -> list[str]:
     return list(unusual_values(validate_config(copy.deepcopy(raw))))
 

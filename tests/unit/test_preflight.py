@@ -231,7 +231,11 @@ def test_a_disk_without_room_for_the_checkpoints(
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     # both are on one disk, of which one finding is enough
     assert keys(config) == ["checkpointing.checkpoint_dir"]
-    assert "1.0 MiB are free there, and the run writes 64.0 MiB" in findings(config)[0].bound
+    [finding] = findings(config)
+    absent = f"1.0 MiB are free in {tmp_path}, as it does not exist yet, and the run writes 64.0 MiB"
+    assert absent in finding.bound and "keep_top_k" in finding.fix
+    [finding] = findings(put(config, "checkpointing.enabled", False))
+    assert finding.key == "run_dir" and "keep_top_k" not in finding.fix
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(total=0, free=0))
     assert findings(config) == []
     # exports of 1 GiB, and checkpoints of 4

@@ -166,6 +166,10 @@ def test_too_few_nodes_for_a_recipe_are_told_by_their_number(capsys: pytest.Capt
     recipe = next(recipe for recipe in RECIPES if recipe.stem == "grpo-llama3.1-70b-8x8gpu-megatron")
     assert main(["train", str(recipe), "--dry-run", "cluster.num_nodes=1"]) == 2
     assert "= 16; at least 2 nodes of 8 ranks are needed. Fix: " in " ".join(capsys.readouterr().err.split())
+    assert (
+        main(["train", str(recipe), "--dry-run", "policy.megatron_cfg.pipeline_model_parallel_size=3"]) == 2
+    )
+    assert "= 24. Fix: write policy.megatron_cfg.pipeline_model_parallel_size=4" in capsys.readouterr().err
 
 
 # a refit of vLLM's gated delta nets is not built

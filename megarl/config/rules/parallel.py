@@ -114,7 +114,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     )
     # Smallest number of nodes that together hold a whole number of model copies.
     whole_copy = copy // math.gcd(copy, ranks)
-    if not left and whole_copy != nodes:
+    if not left and whole_copy > nodes:
         bound += f"; at least {whole_copy} nodes of {ranks} ranks are needed"
     yield Violation(
         "cluster.gpus_per_node",
@@ -140,7 +140,11 @@ def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, obje
     for key, size in sizes.items():
         yield from each_of(
             key,
-            (number for number in divisors_near(size, size) if nodes * ranks % (copy // size * number) == 0),
+            (
+                number
+                for number in divisors_near(nodes * ranks, size)
+                if nodes * ranks % (copy // size * number) == 0
+            ),
         )
     # Ranks reserved for engines on each node stay reserved.
     given = per_node - ranks
@@ -174,8 +178,8 @@ def sequence_length_divides(view: View) -> Iterator[Violation]:
     share = sequence_share(tensor, context, view[f"{MEGATRON}.sequence_parallel"])
     if view[key] % share:
         bound = (
-            f"each sequence is shared by tensor {tensor} and context {context} ranks, so it must be a "
-            f"multiple of {share}"
+            f"tensor {tensor} and context {context} ranks share each sequence, of which each of several "
+            f"context ranks holds two chunks, so it must be a multiple of {share}"
         )
         yield Violation(
             key, view[key], bound, "write such a multiple", each_of(key, multiples_near(share, view[key]))

@@ -132,19 +132,22 @@ def prompt_template_has_place(view: View) -> Iterator[Violation]:
         )
 
 
-_VALIDATES = ("val_period", "val_at_start", "val_at_end")
+VALIDATES = ("val_period", "val_at_start", "val_at_end")
 
 
 def validation_has_data(view: View) -> Iterator[Violation]:
     """Require ``data.validation`` if the run validates."""
     section = view.algorithm.section()
     view.require(view.has("data") and view["data.validation"] is None)
-    asked = [key for key in _VALIDATES if view.get(f"{section}.{key}", 0)]
+    asked = [key for key in VALIDATES if view.get(f"{section}.{key}", 0)]
     if asked:
         key = f"{section}.{asked[0]}"
         off = " ".join(f"{section}.{each}={0 if each == 'val_period' else 'false'}" for each in asked)
         yield Violation(
-            key, view[key], "there is no data.validation", f"give data.validation, or write {off}"
+            key,
+            view[key],
+            "there is no data.validation",
+            f"give data.validation, such as {{name: AIME2024}}, or write {off}",
         )
 
 
@@ -731,7 +734,7 @@ def validation_batch_divides(view: View) -> Iterator[Violation]:
     """Require that a validation's global batch divides over data-parallel ranks, and a rank's part over
     micro-batches."""
     section = view.algorithm.section()
-    view.require(any(view.get(f"{section}.{key}", 0) for key in _VALIDATES))
+    view.require(any(view.get(f"{section}.{key}", 0) for key in VALIDATES))
     yield from _divides(view, f"{section}.val_global_batch_size", f"{section}.val_micro_batch_size")
 
 

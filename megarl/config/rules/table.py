@@ -248,11 +248,8 @@ ROWS_OF_MODELS = (
         {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False},
         {"backend": "megatron"},
         "megarl's own states below float32 replace it, on every device and in every layout",
-        (
-            "set it to false, and write master_dtype, exp_avg_dtype and exp_avg_sq_dtype: bfloat16, or 8bit "
-            "for "
-            "the last two"
-        ),
+        "set it to false; states stay float32 unless master_dtype, exp_avg_dtype or exp_avg_sq_dtype chooses "
+        "bfloat16, or 8bit for the last two",
     ),
     # It requires Transformer Engine. Without state, it steps with random gradients before it reads a
     # checkpoint, which changes the weights that were read before. Creating the state first would avoid that
@@ -479,7 +476,7 @@ ROWS_OF_RUNS = (
         },
         {"schedule": "in_order"},
         "{section}.async_grpo.schedule is in_order, and nothing reads it",
-        "write {section}.async_grpo.schedule: ready_first, or {first}",
+        "remove the line, or write {section}.async_grpo.schedule: ready_first",
     ),
     Row(
         "schedule_of_sampling",
