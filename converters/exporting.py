@@ -333,10 +333,10 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
     there = {part.name for part in parts_in(rules)}
     problems = []
     for name in sorted(there - set(manifest.tensors)):
-        problems.append(f"{name!r} is in the checkpoint, but not in the manifest")
+        problems.append(f"{name!r} is in the checkpoint, but not in {MANIFEST_FILE}")
     for name in manifest.tensors:
         if name not in there and not is_excused([name], (*excused, *manifest.excused)):
-            problems.append(f"{name!r} is in the manifest, but not in the checkpoint")
+            problems.append(f"{name!r} is in {MANIFEST_FILE}, but not in the checkpoint")
     known = repeated_tensors(checkpoint.model.architecture)
     for name, original in manifest.also_stored.items():
         if known.get(name) != original:

@@ -298,7 +298,7 @@ class HeldAgainst:
             if digests[name] != record.sha256:
                 changed.append(name)
         # A manifest lists every tensor of the source, so that a tensor that it does not list was added later.
-        changed += [f"{name}, which the manifest does not list" for name in self._unknown]
+        changed += [f"{name}, which {MANIFEST_FILE} does not list" for name in self._unknown]
         if changed:
             raise ChangedSourceError(
                 f"{self._directory} does not match its {MANIFEST_FILE}",
