@@ -178,15 +178,22 @@ class ExportPlan(Plan):
     @property
     def notes(self) -> dict[str, Any]:
         """Notes for the manifest that follow from the plan."""
-        absent = self.checkpoint.absent_predictors
-        if not absent or self.architecture.prediction_layers:
-            return super().notes
-        said = (
-            f"{absent} counted in config.json are missing from the checkpoint, because training "
-            "leaves them out, and from the export; --untouched-from DIRECTORY of the model that "
-            "was trained adds them"
-        )
-        return {"prediction_layers": said} | super().notes
+        checkpoint, notes = self.checkpoint, super().notes
+        if checkpoint.absent_predictors and not self.architecture.prediction_layers:
+            notes["prediction_layers"] = (
+                f"{checkpoint.absent_predictors} counted in config.json are missing from the checkpoint, "
+                "because training leaves them out, and from the export; --untouched-from DIRECTORY of the "
+                "model that was trained adds them"
+            )
+        if checkpoint.config_is_made:
+            tokens = (f"{key} = {value}" for key, value in checkpoint.config.items() if "_token_id" in key)
+            notes["config.json"] = f"made from the trainer's settings, except {', '.join(tokens)}"
+            if checkpoint.hf_directory is None:
+                notes["not_written"] = (
+                    "tokenizer, chat template, generation_config.json; --hf-config DIRECTORY of the model "
+                    "that was trained gives them, and its own config.json"
+                )
+        return notes
 
     @functools.cached_property
     def files(self) -> dict[str, list[WrittenTensor]]:
@@ -259,7 +266,8 @@ def plan_export(
             f"the special tokens of {checkpoint.directory} are unknown: its config is made from "
             "its trainer's settings",
             (
-                f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a "
+                "pass --hf-config DIRECTORY of the model that was trained, with its tokenizer; or without "
+                f"one {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a "
                 "generation_config.json"
             ),
         )

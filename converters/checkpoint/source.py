@@ -259,7 +259,7 @@ class HuggingFaceSource:
                 f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
                 (
                     "give the directory of the base model, and with --lora that of the adapter; "
-                    "megarl convert adapter converts the adapter alone"
+                    "megarl convert adapter converts the adapter alone, and verify compares two adapters"
                 ),
             )
         if (self.directory / _SINGLE).exists():
