@@ -27,10 +27,11 @@ Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
 # A shell reports this exit status, 128 + SIGINT, for an interrupted program.
 INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NOTES = {"further_flags": "Megatron-LM needs, besides --load and --use-checkpoint-args"}
 _READ_MEGATRON = ("export", "verify", "diff", "inspect", "plan", "adapter")
 _EPILOG = (
-    "Exit codes: 0 done and equal, 1 differences or values that are not finite found, 2 wrong "
-    "arguments or damaged files, 130 interrupted."
+    "Exit codes: 0 done and equal, 1 differences, NaN or infinity found, 2 wrong arguments or damaged "
+    "files, 130 interrupted."
 )
 
 
@@ -43,7 +44,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add = functools.partial(commands.add_parser, epilog=_EPILOG)
     _add_conversions(add)
-    check = add("verify", help="compare two checkpoints bit for bit, or one with its manifest")
+    check = add("verify", help="compare two checkpoints bit for bit, or one with its conversion.json")
     check.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format"
     )
@@ -85,12 +86,19 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     )
     for name, command in commands.choices.items():
         _add_shared(name, command)
+        # The parser of the whole program reports unknown arguments, but knows only the names of the actions.
+        command.set_defaults(refuse=command.error)
     return parser
 
 
 def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the sub-commands ``import`` and ``export``."""
-    into = add("import", help="Hugging Face safetensors -> torch_dist of Megatron-Core")
+    into = add(
+        "import",
+        help="Hugging Face safetensors -> torch_dist of Megatron-Core",
+        description="Hugging Face safetensors -> torch_dist of Megatron-Core. One checkpoint serves every "
+        "tensor, pipeline and expert parallel size.",
+    )
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
     into.add_argument(
@@ -98,7 +106,8 @@ def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="pad the vocabulary with zero rows to a multiple of N",
+        help="pad the vocabulary with zero rows to a multiple of N; Megatron-LM needs 128 times its tensor "
+        "parallel size, unless told otherwise",
     )
     _add_layout(into)
     out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
@@ -311,14 +320,19 @@ def _is_unread(stream: TextIO) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m converters``, and return its exit code."""
-    return quiet_without_reader(lambda: _main(build_parser().parse_args(argv)))
+    return quiet_without_reader(lambda: _main(argv))
 
 
-def _main(arguments: argparse.Namespace) -> int:
+def _main(argv: Sequence[str] | None) -> int:
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return run(arguments)
     except ConversionError as error:
-        sys.stderr.write(f"converters: {error}\n")
+        # Messages name the installed program, which need not exist here.
+        sys.stderr.write(f"converters: {error}\n".replace("megarl convert", parser.prog))
         return error.exit_code
     except KeyboardInterrupt as error:
         sys.stderr.write(f"converters: {interrupted_text(error)}\n")
@@ -408,12 +422,15 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
         "peak_memory": outcome.peak_memory,
         **outcome.notes,
     }
-    # Resumed bytes took no time in this run.
-    speed = (outcome.size - outcome.resumed) / 1e9 / max(seconds, 1e-9)
+    # Resumed bytes took no time in this run. The speed of small files is that of opening them.
+    fresh = (outcome.size - outcome.resumed) / 1e9
+    speed = f" ({fresh / seconds:.2f} GB/s)" if fresh >= 0.1 else ""
+    stored = "" if outcome.tensors == len(plan.dtypes) else f", stored as {outcome.tensors}"
+    # The last of several parts completes all of their work, and has written only its own.
+    written = _gigabytes(outcome.size) + ("" if part is None else f" by part {part[0]}/{part[1]}")
     lines = [
-        f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, "
-        f"{_gigabytes(outcome.size)} in {seconds:.1f} s "
-        f"({speed:.2f} GB/s), peak memory {outcome.peak_memory / 2**20:.0f} MiB"
+        f"{outcome.target}: {plan.architecture.family}, {len(plan.dtypes)} tensors{stored}, {written} in "
+        f"{seconds:.1f} s{speed}, peak memory {outcome.peak_memory / 2**20:.0f} MiB"
     ]
     if outcome.waits_for and part is not None:
         facts["waits_for"] = list(outcome.waits_for)
@@ -426,16 +443,21 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
         ]
     if outcome.resumed:
         lines.append(f"  {_gigabytes(outcome.resumed)} of it had been written by an earlier run")
-    lines += [f"  {key}: {value}" for key, value in outcome.notes.items()]
+    for key, value in outcome.notes.items():
+        lines.append(f"  {_NOTES.get(key, key)}: {value}")
     # The checkpoint is complete, but NaN or infinity in weights is usually a fault, which a script should
     # notice.
     return int(NOT_FINITE_NOTE in outcome.notes), facts, "\n".join(lines)
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
+    from converters.adapters.adapter_command import holds_adapter, verify_adapters
     from converters.verify import verify_paths
 
     options, excused = opening_options(arguments), tuple(arguments.allow_missing)
+    of_models = arguments.logits or arguments.lora or len(arguments.paths) > 2
+    if not of_models and all(map(holds_adapter, arguments.paths)):
+        return verify_adapters(arguments.paths, options.hf_directory, options.ignored_config_keys)
     return verify_paths(arguments.paths, options, excused, logits=arguments.logits, lora=arguments.lora)
 
 
@@ -492,9 +514,10 @@ def _plan(arguments: argparse.Namespace) -> Answer:
         "peak_memory": status_bytes("VmRSS") + arguments.workers * BYTES_A_WORKER,
     }
     width = max(len(one.key) for one in stored)
-    lines = [
+    lines = [f"{'tensor':<{width}}  {'dtype':>8}  {'bytes':>14}  shape"]
+    lines += (
         f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in tensors
-    ]
+    )
     lines.append(
         f"{facts['direction']} of {facts['family']}: {len(tensors)} tensors, {_gigabytes(facts['bytes'])} in "
         f"{len(facts['files'])} files; peak memory at most {facts['peak_memory'] / 2**20:.0f} MiB with "

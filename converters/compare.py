@@ -14,7 +14,7 @@ from torch import Tensor
 from converters.check import is_excused
 from converters.checkpoint.artifacts import file_hashes, speaks
 from converters.checkpoint.exact import cast, unequal
-from converters.checkpoint.manifest import TensorHashes, dtype_called, dtype_name
+from converters.checkpoint.manifest import MANIFEST_FILE, TensorHashes, dtype_called, dtype_name
 from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
 from converters.families.read import with_defaults
@@ -51,12 +51,21 @@ class Difference:
 def config_differences(one: Architecture, other: Architecture) -> Iterator[Difference]:
     """Yield the fields in which two architectures differ."""
     for field in fields(one):
-        left, right = getattr(one, field.name), getattr(other, field.name)
-        if left != right:
-            shown = [
-                asdict(value) if hasattr(value, "__dataclass_fields__") else value for value in (left, right)
-            ]
-            yield Difference("config", field.name, f"{shown[0]!r} and {shown[1]!r}")
+        sides = []
+        for side in (one, other):
+            value = getattr(side, field.name)
+            sides.append(asdict(value) if hasattr(value, "__dataclass_fields__") else value)
+        yield from _leaf_differences(field.name, *sides)
+
+
+def _leaf_differences(name: str, left: Any, right: Any) -> Iterator[Difference]:
+    """Yield the entries in which two settings differ; an entry of an object has the path to it as its
+    name."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        for key in dict.fromkeys((*left, *right)):
+            yield from _leaf_differences(f"{name}.{key}", left.get(key), right.get(key))
+    elif left != right:
+        yield Difference("config", name, f"{left!r} and {right!r}")
 
 
 def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
@@ -72,8 +81,8 @@ def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
         sides.append({_spelling(key): value for key, value in settings.items() if value is not None})
     for key in sorted(set(map(_spelling, SPEAKING_KEYS))):
         left, right = (_plain(side.get(key)) for side in sides)
-        if left != right and not (key == "dtype" and None in (left, right)):
-            yield Difference("config", key, f"{left!r} and {right!r}")
+        if not (key == "dtype" and None in (left, right)):
+            yield from _leaf_differences(key, left, right)
 
 
 def _spelling(key: str) -> str:
@@ -215,7 +224,7 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
                 yield Difference(
                     "hash",
                     name,
-                    "the manifest does not list it" if record is None else "only the manifest lists it",
+                    f"only {MANIFEST_FILE} lists it" if tensor is None else f"{MANIFEST_FILE} lacks it",
                 )
             continue
         stored = model.dtype(tensor)
@@ -234,11 +243,13 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
         # stack.
         if record is not None and (not exact or (stored != dtype and not isinstance(model, MegatronModel))):
             yield Difference(
-                "dtype", name, f"the manifest says {record.dtype}, it holds {dtype_name(stored)}"
+                "dtype", name, f"{MANIFEST_FILE} records {record.dtype}, stored is {dtype_name(stored)}"
             )
         elif record is not None and hashes.digests()[name] != record.sha256:
             yield Difference(
-                "hash", name, f"the manifest says {record.sha256[:12]}…, it is {hashes.digests()[name][:12]}…"
+                "hash",
+                name,
+                f"{MANIFEST_FILE} records {record.sha256[:12]}…, it is {hashes.digests()[name][:12]}…",
             )
         if not_finite.count:
             yield Difference("values", name, not_finite.said(" are not finite"))

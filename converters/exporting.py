@@ -178,15 +178,22 @@ class ExportPlan(Plan):
     @property
     def notes(self) -> dict[str, Any]:
         """Notes for the manifest that follow from the plan."""
-        absent = self.checkpoint.absent_predictors
-        if not absent or self.architecture.prediction_layers:
-            return super().notes
-        said = (
-            f"{absent} counted in config.json are missing from the checkpoint, because training "
-            "leaves them out, and from the export; --untouched-from DIRECTORY of the model that "
-            "was trained adds them"
-        )
-        return {"prediction_layers": said} | super().notes
+        checkpoint, notes = self.checkpoint, super().notes
+        if checkpoint.absent_predictors and not self.architecture.prediction_layers:
+            notes["prediction_layers"] = (
+                f"{checkpoint.absent_predictors} counted in config.json are missing from the checkpoint, "
+                "because training leaves them out, and from the export; --untouched-from DIRECTORY of the "
+                "model that was trained adds them"
+            )
+        if checkpoint.config_is_made:
+            tokens = (f"{key} = {value}" for key, value in checkpoint.config.items() if "_token_id" in key)
+            notes["config.json"] = f"made from the trainer's settings, except {', '.join(tokens)}"
+            if checkpoint.hf_directory is None:
+                notes["not_written"] = (
+                    "tokenizer, chat template, generation_config.json; --hf-config DIRECTORY of the model "
+                    "that was trained gives them, and its own config.json"
+                )
+        return notes
 
     @functools.cached_property
     def files(self) -> dict[str, list[WrittenTensor]]:
@@ -259,7 +266,8 @@ def plan_export(
             f"the special tokens of {checkpoint.directory} are unknown: its config is made from "
             "its trainer's settings",
             (
-                f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a "
+                "pass --hf-config DIRECTORY of the model that was trained, with its tokenizer; or without "
+                f"one {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a "
                 "generation_config.json"
             ),
         )
@@ -333,10 +341,10 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
     there = {part.name for part in parts_in(rules)}
     problems = []
     for name in sorted(there - set(manifest.tensors)):
-        problems.append(f"{name!r} is in the checkpoint, but not in the manifest")
+        problems.append(f"{name!r} is in the checkpoint, but not in {MANIFEST_FILE}")
     for name in manifest.tensors:
         if name not in there and not is_excused([name], (*excused, *manifest.excused)):
-            problems.append(f"{name!r} is in the manifest, but not in the checkpoint")
+            problems.append(f"{name!r} is in {MANIFEST_FILE}, but not in the checkpoint")
     known = repeated_tensors(checkpoint.model.architecture)
     for name, original in manifest.also_stored.items():
         if known.get(name) != original:

@@ -243,7 +243,7 @@ def _made_config(
     if settings is None:
         raise ConversionError(
             f"{directory} does not say which model it is ({HF_DIRECTORY}/config.json is missing)",
-            "pass --hf-config DIRECTORY of the model",
+            "pass --hf-config DIRECTORY, with the config.json of the model",
         )
     if EMBEDDING not in tensors:
         raise ConversionError(
@@ -287,7 +287,7 @@ def kind_of(path: Path) -> str:
         return HUGGING_FACE
     if not path.is_dir():
         raise ConversionError(
-            f"{path} is no directory",
+            f"{path} is not a directory",
             "give the directory of a Hugging Face model or of a Megatron checkpoint",
         )
     # Raises if there is no Megatron checkpoint either.
@@ -329,8 +329,9 @@ def describe(opened: Opened) -> dict[str, Any]:
         facts |= opened.model.source.notes()
     if isinstance(opened.model, MegatronModel):
         facts["layers"] = "stacked" if opened.model.stacked else "indexed"
-        if EMBEDDING in opened.model.checkpoint:
-            facts["padded_vocabulary"] = opened.model.checkpoint.shape(EMBEDDING)[0]
+        rows = opened.model.checkpoint.shape(EMBEDDING)[0] if EMBEDDING in opened.model.checkpoint else 0
+        if rows > architecture.vocab_size:
+            facts["padded_vocabulary"] = rows
         facts |= {"optimizer_state": any(map(is_of_optimizer, opened.model.checkpoint))}
     if opened.manifest is not None:
         facts |= {"converted_from": opened.manifest.source, "manifest_tensors": len(opened.manifest.tensors)}
@@ -341,6 +342,7 @@ def inspect_path(path: Path, options: OpeningOptions) -> Answer:
     """Return the result of ``inspect``; arguments and errors as in ``open_any``."""
     facts = describe(open_any(path, options))
     lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
+    lines.append("values: not read; verify reads them")
     return (
         0,
         facts,

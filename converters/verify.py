@@ -153,7 +153,8 @@ def scope(
     for each in opened:
         if each.megatron is not None and each.megatron.stored.objects and each.manifest is None:
             unchecked.append(
-                f"the {len(each.megatron.stored.objects)} objects of {each.path.name} that are no tensors"
+                f"{len(each.megatron.stored.objects)} entries of {each.path.name} that are not tensors "
+                "(states of modules, of random numbers and of the run)"
             )
     if any(each.megatron is not None for each in opened):
         checked.append("every element is stored exactly once; rows after the vocabulary are zero")
@@ -163,21 +164,23 @@ def scope(
         if each.manifest is not None:
             files = " and files next to the weights" if each.recorded_files else ""
             checked.append(f"the values{files} of {each.path.name} against the hashes in its {MANIFEST_FILE}")
-    if len(opened) == 2:
-        settings = (
-            ""
-            if any(each.config is None for each in opened)
-            else ", special tokens and defaults of text generation"
-        )
-        files = "" if any(each.files is None for each in opened) else ", tokenizer and chat templates"
-        checked.append(f"config{settings}{files} and values of both, bit for bit")
-    elif opened[0].manifest is None:
+    if len(opened) == 1 and opened[0].manifest is None:
         checked.append("every value was read" if found else "every value was read and is finite")
         unchecked.insert(
             0, f"whether the values are correct: there is no {MANIFEST_FILE} and no second checkpoint"
         )
     names = [*excused, *recorded_excuses(opened)]
     return checked, [*unchecked, *([f"excused: {', '.join(names)}"] if names else [])]
+
+
+def compared(one: Opened, other: Opened) -> str:
+    """Return a list of what ``verify`` compares in two checkpoints, for the terminal."""
+    names = ["every value", "config"]
+    if one.config is not None and other.config is not None:
+        names += ["special tokens", "defaults of text generation"]
+    if one.files is not None and other.files is not None:
+        names.append("files of tokenizer and chat template")
+    return ", ".join(names)
 
 
 def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
@@ -194,7 +197,7 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
     if any(each.config is None for each in opened):
         yield ("special tokens and defaults of text generation: a config is made from its trainer's settings")
     if len(hashes) < 2:
-        yield "tokenizer and other files next to the weights: there are none on one side"
+        yield "tokenizer and other files next to the weights: one side has none"
         return
     left, right = hashes
     silent = [
@@ -275,6 +278,8 @@ def _logits(opened: Opened) -> Tensor:
 
 
 DIFFERENT = 1
+# Models of two families differ in each tensor; diff lists all.
+_SHOWN = 20
 
 
 def verify_paths(
@@ -324,13 +329,18 @@ def verify_paths(
         "not_checked": unchecked,
         "differences": list(map(asdict, found)),
     }
-    alone = "as its config says; it has no manifest to compare its values with"
-    right = alone if one.manifest is None else "as its manifest and its config say"
+    alone = f"match config.json; there is no {MANIFEST_FILE} to compare the values with"
+    right = alone if one.manifest is None else f"match {MANIFEST_FILE} and config.json"
     lines = (
-        [f"{len(found)} difference{'' if len(found) == 1 else 's'}", *(f"  {each}" for each in found)]
+        [
+            f"{len(found)} difference{'' if len(found) == 1 else 's'}",
+            *(f"  {each}" for each in found[:_SHOWN]),
+        ]
         if found
         else [f"{facts['tensors']} tensors: {right if other is None else 'equal bit for bit'}"]
     )
+    if len(found) > _SHOWN:
+        lines.append(f"  and {len(found) - _SHOWN} more; diff and --json list all")
     if logits and _has_kind(found, "keys", "missing", "shape"):
         unchecked.append("logits: the models are too different")
     elif logits and any(len(each.tensors) < len(hf_tensors(each.model.architecture)) for each in opened):
@@ -338,7 +348,12 @@ def verify_paths(
     elif logits and other is not None:
         facts["logits_difference"] = logits_difference(one, other)
         lines.append(f"largest difference of logits: {facts['logits_difference']:.3g}")
-    lines += [*(f"  checked: {each}" for each in checked), *(f"  not checked: {each}" for each in unchecked)]
+    lines += (f"  checked: {each}" for each in checked)
+    if other is not None and facts["values_checked"]:
+        # The last word, because the list of what was compared does not say with which result.
+        facts["compared"] = compared(one, other)
+        lines.append(f"  compared: {facts['compared']}: {'equal' if facts['equal'] else 'not equal'}")
+    lines += (f"  not checked: {each}" for each in unchecked)
     return (DIFFERENT if found else 0), facts, "\n".join(lines)
 
 

@@ -374,7 +374,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.command == "doctor" and arguments.nodes
     )
     if not takes_configuration and rest:
-        parser.error(
+        # An action of megarl convert has its own usage.
+        getattr(arguments, "refuse", parser.error)(
             f"unrecognized argument: {(unknown or rest)[0]}; megarl {arguments.command} --help lists what "
             "there is"
         )

@@ -7,24 +7,25 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from converters.adapters.megatron_adapter import MegatronAdapter
-from converters.adapters.peft_directory import WEIGHTS_FILE, is_peft_directory
+from converters.adapters.megatron_adapter import BLOCKS, MegatronAdapter
+from converters.adapters.peft_directory import WEIGHTS_FILE, PeftDirectory, is_peft_directory
 from converters.adapters.to_megatron import plan_adapter, write_megatron_adapter
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
-from converters.checkpoint.manifest import WEIGHTS, fingerprints
+from converters.checkpoint.boxes import bytes_of
+from converters.checkpoint.manifest import MANIFEST_FILE, WEIGHTS, fingerprints
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.checkpoint.staging import Staging, check_apart, follow_umask, others_than
 from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.files.reading import identity_of
-from converters.torch_dist.location import find_checkpoint
+from converters.torch_dist.location import find_checkpoint, holds_checkpoint
 
 # peft (0.21, with transformers 5) takes modules of these names for experts, also those of dense layers in a
 # mixture-of-experts model.
@@ -54,7 +55,7 @@ def open_megatron_adapter(
     if place is None:
         raise ConversionError(
             f"{hf_directory or checkpoint} does not name the base model of the adapters (no config.json)",
-            "pass --hf-config DIRECTORY of it",
+            "pass --hf-config DIRECTORY, with the config.json of the base model",
         )
     return MegatronAdapter(checkpoint, read_architecture(read_config(place), ignored))
 
@@ -102,6 +103,49 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
+def holds_adapter(path: Path) -> bool:
+    """Return whether a directory is a PEFT adapter, or an adapter that a conversion has written."""
+    kept = find_checkpoint(path) / HF_DIRECTORY if holds_checkpoint(path) else path
+    return (kept / ADAPTER_CONFIG).is_file()
+
+
+def verify_adapters(paths: Sequence[Path], hf_directory: Path | None, ignored: Collection[str]) -> Answer:
+    """Compare two adapters bit for bit, or check one against the hashes of its conversion.
+
+    Args:
+        paths: one or two adapters of either format.
+        hf_directory, ignored: as in ``open_megatron_adapter``.
+
+    Raises:
+        ConversionError: an adapter is damaged, or there is nothing to compare it with.
+    """
+    opened: list[Any] = []
+    for path in paths:
+        # This compares a converted adapter with its conversion.json.
+        is_peft = is_peft_directory(path)
+        opened.append(PeftDirectory(path) if is_peft else open_megatron_adapter(path, hf_directory, ignored))
+    one, other = opened[0], opened[-1]
+    if len(paths) == 1 and is_peft_directory(paths[0]):
+        raise ConversionError(
+            f"{paths[0]} is a PEFT adapter without a {MANIFEST_FILE} to compare it with",
+            "give a second adapter",
+        )
+    found = []
+    for key in sorted({*one.raw_config, *other.raw_config}):
+        left, right = one.raw_config.get(key), other.raw_config.get(key)
+        if left != right:
+            found.append(f"config: {key}: {left!r} and {right!r}")
+    names = set(one.keys())
+    found += (f"only in one: {name}" for name in sorted(names.symmetric_difference(other.keys())))
+    for name in sorted(names.intersection(other.keys())):
+        sides = [(each.dtype(name), each.shape(name), bytes_of(each.read(name))) for each in (one, other)]
+        if sides[0] != sides[1]:
+            found.append(f"values: {name}")
+    result = "equal bit for bit" if len(paths) == 2 else f"match {MANIFEST_FILE}"
+    lines = [f"{len(found)} differences", *found] if found else [f"{len(names)} tensors: {result}"]
+    return int(bool(found)), {"equal": not found, "differences": found}, "\n  ".join(lines)
+
+
 def convert_adapter(
     source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()
 ) -> Answer:
@@ -124,7 +168,7 @@ def convert_adapter(
         if hf_directory is None:
             raise ConversionError(
                 f"{source} does not hold the config of its base model",
-                "pass --hf-config DIRECTORY of it",
+                "pass --hf-config DIRECTORY, with the config.json of the base model",
             )
         plan = plan_adapter(source, hf_directory, ignored)
         written = write_megatron_adapter(plan, target, overwrite=overwrite)
@@ -135,6 +179,11 @@ def convert_adapter(
             **written,
             **plan.notes,
         }
+        if plan.form == BLOCKS:
+            facts["blocks"] = (
+                f"{plan.stored_rank // plan.rank} of rank {plan.rank}, because query, key and value, and "
+                "gate and up, keep their own adapters inside a fused layer; alpha grows with the rank"
+            )
     else:
         adapter = open_megatron_adapter(source, hf_directory, ignored)
         written = write_peft_adapter(adapter, target, overwrite=overwrite)

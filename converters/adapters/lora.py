@@ -32,7 +32,6 @@ from converters.torch_dist.location import holds_checkpoint
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
 # Number of float32 elements of a temporary, small enough for a processor's cache.
 _BLOCK_ELEMENTS = 2**17
-_FIX = "use the base model that the adapter was trained on, and an adapter of plain LoRA"
 
 
 Member = tuple[HuggingFaceTensor, TensorLocation]
@@ -247,8 +246,9 @@ class LoraAdapter:
             self._refuse_wrapped(tensors)
         if problems or not (fitted or self.replaced):
             raise ConversionError(
-                f"the adapter in {self.directory} cannot be merged into this model",
-                _FIX,
+                f"the adapter in {self.directory} does not fit this {architecture.family} model",
+                "use the base model that the adapter was trained on (base_model_name_or_path = "
+                f"{self.source.raw_config.get('base_model_name_or_path')!r}), and an adapter of plain LoRA",
                 problems or ["it is empty"],
             )
         return fitted

@@ -93,7 +93,7 @@ Block = tuple[int, int]
 """Range of ranks (start, stop) that a part uses in the adapter of its fused layer."""
 FORM_NOTE, SHARED, BLOCKS = "adapter_form", "shared", "blocks"
 _CHANGED = (
-    "import the adapter again; or remove the manifest if it was trained further: its adapters are "
+    f"import the adapter again; or remove {MANIFEST_FILE} if it was trained further: its adapters are "
     "then those of fused layers"
 )
 
@@ -122,7 +122,7 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
     }
     if form not in (SHARED, BLOCKS) or len(ranks) != 1:
         raise ConversionError(
-            f"the manifest says {FORM_NOTE} = {form!r} and the ranks {sorted(ranks)}", _CHANGED
+            f"{MANIFEST_FILE} records {FORM_NOTE} = {form!r} and the ranks {sorted(ranks)}", _CHANGED
         )
     rank = ranks.pop()
     found = {}
@@ -132,7 +132,7 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
                 found[part.name] = block(number, rank, form)
     if max((stop for _, stop in found.values()), default=0) > stored_rank:
         raise ConversionError(
-            f"the manifest records rank {rank} for each part, but {stored_rank} is stored", _CHANGED
+            f"{MANIFEST_FILE} records rank {rank} for each part, but {stored_rank} is stored", _CHANGED
         )
     return found
 

@@ -82,7 +82,7 @@ def is_peft_directory(directory: Path) -> bool:
 def _weights_of(directory: Path) -> Path:
     if not directory.is_dir():
         raise ConversionError(
-            f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}"
+            f"{directory} is not a directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}"
         )
     if not (directory / WEIGHTS_FILE).is_file():
         # Trainers save the adapters of single steps in subdirectories; suggest these.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -127,14 +128,16 @@ def excused_notes(missing: tuple[str, ...], left_out: tuple[str, ...]) -> dict[s
 
 
 def tool_version() -> str:
-    """Return the version of the installed package; ``unknown`` if megarl is not installed."""
+    """Return megarl's version, also of a checkout that is not installed; ``unknown`` without megarl."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("megarl-trainer")
     except PackageNotFoundError:
-        # A checkout on the import path need not be installed.
-        return "unknown"
+        # Read the file, because this package does not import megarl.
+        file = Path(__file__).parents[2] / "megarl" / "__init__.py"
+        found = re.search('__version__ = "(.+)"', file.read_text("utf-8")) if file.is_file() else None
+        return found[1] if found else "unknown"
 
 
 def read_manifest(directory: Path) -> ConversionManifest | None:
@@ -298,7 +301,7 @@ class HeldAgainst:
             if digests[name] != record.sha256:
                 changed.append(name)
         # A manifest lists every tensor of the source, so that a tensor that it does not list was added later.
-        changed += [f"{name}, which the manifest does not list" for name in self._unknown]
+        changed += [f"{name}, which {MANIFEST_FILE} does not list" for name in self._unknown]
         if changed:
             raise ChangedSourceError(
                 f"{self._directory} does not match its {MANIFEST_FILE}",

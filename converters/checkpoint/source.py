@@ -97,9 +97,8 @@ def _download(repository: str, revision: str | None) -> Path:
     # Errors of the hub client, its HTTP library and the file system all mean that the download failed.
     except Exception as error:
         raise ConversionError(
-            f"{repository!r} (revision {revision or 'default'}) is no local directory and could not be "
-            "fetched from the hub "
-            f"({type(error).__name__}: {error})",
+            f"no such directory: {repository!r}; and as a hub id (revision {revision or 'default'}) it could "
+            f"not be fetched ({type(error).__name__}: {error})",
             "check the name and the network, or download the model and give its directory",
         ) from error
 
@@ -260,7 +259,7 @@ class HuggingFaceSource:
                 f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
                 (
                     "give the directory of the base model, and with --lora that of the adapter; "
-                    "megarl convert adapter converts the adapter alone"
+                    "megarl convert adapter converts the adapter alone, and verify compares two adapters"
                 ),
             )
         if (self.directory / _SINGLE).exists():

@@ -375,10 +375,8 @@ def check_target(target: Path, overwrite: bool, others_in: Callable[[Path], list
     if not os.path.lexists(target) or (is_directory and not any(target.iterdir())):
         return
     if not overwrite:
-        raise ConversionError(
-            f"{target} exists", "choose another directory, or overwrite it (--overwrite, overwrite=True)"
-        )
-    found = others_in(target) if is_directory else ["it is no directory"]
+        raise ConversionError(f"{target} exists", "choose another directory, or replace it with --overwrite")
+    found = others_in(target) if is_directory else ["it is not a directory"]
     if found:
         raise ConversionError(
             f"{target} is not only what this command writes and will not be overwritten",

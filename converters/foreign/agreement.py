@@ -63,8 +63,8 @@ def check_agreement(
             problems.append(f"{name} = {value!r}: unknown setting, which may change the forward pass")
     if problems:
         raise ConversionError(
-            f"{settings.origin} does not describe the model that its Hugging Face config "
-            f"({architecture.family}) describes",
+            f"{settings.origin} and the Hugging Face config ({architecture.family}) describe different "
+            "models",
             (
                 "pass --hf-config DIRECTORY of the model that was trained, or --ignore-setting NAME for "
                 "what is "

@@ -206,7 +206,8 @@ def refuse_adapters(tensors: StoredTensors) -> None:
             f"the first {found[0]}), not a model",
             (
                 "write them as a PEFT adapter (megarl convert adapter), or merge them: megarl convert import "
-                "BASE OUT --lora and this directory, then megarl convert export OUT"
+                "BASE OUT --lora and this directory, then megarl convert export OUT; verify compares two "
+                "adapters"
             ),
         )
 

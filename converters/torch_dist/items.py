@@ -84,7 +84,13 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
     Raises:
         ConversionError: there is no such archive, or it does not contain exactly one plain tensor.
     """
-    window = _Window(descriptor, offset, length, what)
+    window, size = _Window(descriptor, offset, length, what), os.fstat(descriptor).st_size
+    if size < offset + length:
+        raise ConversionError(
+            f"{what}: the file is truncated: it has {size} bytes, and by its index this tensor ends at byte "
+            f"{offset + length}",
+            "fetch or write the checkpoint again",
+        )
     try:
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}

@@ -52,15 +52,13 @@ def find_checkpoint(directory: Path) -> Path:
             f"{directory} has no {TRACKER_FILE}, but {', '.join(iterations)}",
             "give the directory of one iteration",
         )
-    fix = "give the directory of a Megatron checkpoint"
-    if (directory / "config.json").is_file():
-        fix = f"it looks like a Hugging Face model, which import converts; else {fix}"
+    what, fix = f"{directory} holds no torch_dist checkpoint", "give the directory of a Megatron checkpoint"
     if directory.is_dir() and any(directory.glob("mp_rank_00*")):
-        fix = (
-            "it is in Megatron-LM's older format (mp_rank_00), which is not read: let Megatron-LM write it "
-            "again, with --ckpt-convert-format torch_dist and --ckpt-convert-save"
-        )
-    raise ConversionError(f"{directory} holds no torch_dist checkpoint (no {INDEX_FILE})", fix)
+        what = f"{directory} is in Megatron-LM's older format (mp_rank_00), which is not read"
+        fix = "let Megatron-LM load it with --ckpt-convert-format torch_dist --ckpt-convert-save DIRECTORY"
+    elif (directory / "config.json").is_file():
+        fix = f"it looks like a Hugging Face model, which import converts; else {fix}"
+    raise ConversionError(f"{what} (no {INDEX_FILE})", fix)
 
 
 def holds_checkpoint(directory: Path) -> bool:

@@ -459,6 +459,42 @@ def test_what_was_changed_meanwhile_is_seen(
     )
 
 
+def test_verify_compares_adapters(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft, mcore, hf = converted / "peft", converted / "mcore", converted / "hf"
+    run("adapter", peft, tmp_path / "other", "--hf-config", hf)
+    assert "blocks: 3 of rank" in capsys.readouterr().out
+    run("verify", peft, mcore)
+    run("verify", mcore, tmp_path / "other")
+    assert capsys.readouterr().out.count("tensors: equal bit for bit") == 2
+    run("verify", mcore)
+    assert "tensors: match conversion.json" in capsys.readouterr().out
+    assert main(["verify", str(peft)]) == 2 and "give a second adapter" in capsys.readouterr().err
+    shutil.copytree(peft, tmp_path / "changed")
+    tensors = factors(peft)
+    first, second = list(tensors)[:2]
+    tensors[first][0, 0] += 1
+    del tensors[second]
+    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
+    config = json.loads((peft / "adapter_config.json").read_text())
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 99}))
+    assert main(["verify", str(tmp_path / "changed"), str(mcore)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("3 differences") and f"values: {first}" in said
+    assert f"only in one: {second}" in said and "config: lora_alpha: 99 and" in said
+
+
+def test_an_adapter_of_another_model_names_its_base(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "other", "llama", hidden_size=48)
+    argv = ["adapter", converted / "peft", tmp_path / "out", "--hf-config", tmp_path / "other"]
+    assert main([*map(str, argv)]) == 2
+    said = capsys.readouterr().err
+    assert "does not fit this llama model" in said and "base_model_name_or_path = " in said
+
+
 def test_targets_and_sources(converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*argv: str | Path) -> str:
         assert main([*map(str, argv)]) == 2
@@ -473,7 +509,7 @@ def test_targets_and_sources(converted: Path, tmp_path: Path, capsys: pytest.Cap
     assert "will not be overwritten" in refused("adapter", mcore, tmp_path / "letters", "--overwrite")
     assert "holds no torch_dist checkpoint" in refused("adapter", tmp_path / "letters", tmp_path / "out")
     assert "holds the LoRA adapters of its trainer" in refused("export", mcore, tmp_path / "out")
-    assert "megarl convert adapter" in refused("import", peft, tmp_path / "out")
+    assert "converters adapter converts the adapter alone" in refused("import", peft, tmp_path / "out")
     run("adapter", mcore, tmp_path / "again")
     run("adapter", mcore, tmp_path / "again", "--overwrite")
     # transformers' trainer keeps its checkpoints in the directory of the adapter.

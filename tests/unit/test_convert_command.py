@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+import megarl
+from converters.checkpoint.manifest import tool_version
 from converters.command import main, read_size
 from converters.torch_dist.index import read_index
+from megarl.cli import main as megarl_main
 from tests.tiers import sampled, slow
 from tests.unit.converters_tiny import save_tiny
 
@@ -173,7 +177,7 @@ def damage(kind: str, mcore: Path) -> str:
     files = sorted(mcore.glob("*_0.distcp"))
     if kind == "truncated":
         files[-1].write_bytes(files[-1].read_bytes()[:-30_000])
-        return "no serialised tensor"
+        return "the file is truncated: it has"
     if kind == "missing file":
         files[-1].unlink()
         return "does not exist"
@@ -237,8 +241,12 @@ def test_damaged_checkpoints(
         (["import", "nowhere/at/all", "x"], "does not exist"),
         (["export", "nowhere", "x"], "holds no torch_dist checkpoint"),
         (["export", "hf", "x"], "it looks like a Hugging Face model, which import converts"),
-        (["inspect", "legacy"], "in Megatron-LM's older format (mp_rank_00), which is not read"),
-        (["verify", "nowhere"], "is no directory"),
+        (
+            ["inspect", "legacy"],
+            "older format (mp_rank_00), which is not read (no .metadata). Fix: let Megatron-LM load it with",
+        ),
+        (["import", "hf/model", "x"], "no such directory: 'hf/model'; and as a hub id"),
+        (["verify", "nowhere"], "is not a directory"),
         (["verify", ".", ".", "."], "one or two checkpoints"),
         (["inspect", "."], "holds no torch_dist checkpoint"),
     ],
@@ -256,6 +264,45 @@ def test_wrong_arguments(
     (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
     assert main(argv) == 2
     assert said in capsys.readouterr().err
+
+
+def test_messages_name_the_action_and_the_program_in_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["import", "a", "b", "--tp", "2"])
+    assert "import: error: unrecognized arguments: --tp 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        megarl_main(["convert", "import", "a", "b", "--tp", "2"])
+    assert "megarl convert import: error: unrecognized argument: --tp" in capsys.readouterr().err
+    save_tiny(tmp_path / "hf", "llama")
+    main(["import", str(tmp_path / "hf"), str(tmp_path / "mcore")])
+    assert main(["import", str(tmp_path / "mcore"), str(tmp_path / "out")]) == 2
+    assert "Fix: python -m converters export reads it" in capsys.readouterr().err
+
+
+def test_what_a_conversion_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "hf", "llama")
+    for part in ("1/2", "2/2"):
+        main(["import", str(tmp_path / "hf"), str(tmp_path / "mcore"), "--part", part])
+    said = capsys.readouterr().out.splitlines()[1]
+    assert "mcore: llama, 30 tensors, stored as 9, 0.00 MB by part 2/2 in" in said and "GB/s" not in said
+    main(["plan", str(tmp_path / "hf")])
+    assert capsys.readouterr().out.split()[:4] == ["tensor", "dtype", "bytes", "shape"]
+    for multiple in ("1", "8"):
+        main(["import", str(tmp_path / "hf"), str(tmp_path / multiple), "--vocab-multiple", multiple])
+        capsys.readouterr()
+        main(["inspect", str(tmp_path / multiple)])
+        said = capsys.readouterr().out
+        assert ("padded vocabulary: 104" in said) == (multiple == "8") and "values: not read" in said
+
+
+def test_the_version_of_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    assert tool_version() == megarl.__version__
 
 
 @pytest.mark.parametrize(

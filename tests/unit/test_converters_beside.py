@@ -166,7 +166,7 @@ def test_an_export_takes_no_tensor_that_the_manifest_does_not_know(converted: Pa
     manifest["tensors"].pop(NORM)
     path.write_text(json.dumps(manifest))
     code, said = run("export", converted / "mcore", converted / "new")
-    assert code == 2 and f"{NORM!r} is in the checkpoint, but not in the manifest" in said
+    assert code == 2 and f"{NORM!r} is in the checkpoint, but not in conversion.json" in said
     path.unlink()
     assert run("export", converted / "mcore", converted / "new")[0] == 0
 
@@ -179,7 +179,7 @@ def test_an_import_takes_no_tensor_that_the_manifest_does_not_know(converted: Pa
     code, said = run("import", converted / "back", converted / "new")
     assert (
         code == 2
-        and f"{NORM}, which the manifest does not list" in said
+        and f"{NORM}, which conversion.json does not list" in said
         and not list(converted.glob(".new*"))
     )
 
@@ -192,7 +192,7 @@ def test_a_json_file_that_is_no_object_is_compared_all_the_same(converted: Path,
 
 def test_objects_are_looked_at_or_named(converted: Path, run: Run) -> None:
     checkpoint = converted / "mcore"
-    assert not any("objects" in each for each in run("verify", checkpoint)[1]["not_checked"])
+    assert not any("not tensors" in each for each in run("verify", checkpoint)[1]["not_checked"])
     index = read_index(checkpoint)
     key = next(
         name
@@ -212,7 +212,7 @@ def test_objects_are_looked_at_or_named(converted: Path, run: Run) -> None:
     code, facts = run("verify", checkpoint)
     assert code == 1 and found(facts) == {("object", key)}
     (checkpoint / "conversion.json").unlink()
-    assert any("objects" in each for each in run("verify", checkpoint)[1]["not_checked"])
+    assert any("not tensors" in each for each in run("verify", checkpoint)[1]["not_checked"])
 
 
 def test_work_that_can_be_taken_up_is_said_and_other_is_not_left(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,45 @@ def test_logits_of_a_family_that_transformers_knows_by_another_name(
     assert run("import", tmp_path / "hf", tmp_path / "mcore")[0] == 0
     code, facts = run("verify", tmp_path / "hf", tmp_path / "mcore", "--logits")
     assert code == 0 and facts["logits_difference"] == 0
+
+
+def test_verify_ends_with_what_was_compared_and_with_its_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "hf", "llama")
+    shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    named = "compared: every value, config, special tokens, defaults of text generation, files of"
+    assert main(["verify", str(tmp_path / "hf"), str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"  {named} tokenizer and chat template: equal"
+    rewrite(tmp_path / "other", lambda tensors: tensors[OTHER].add_(1))
+    assert main(["verify", str(tmp_path / "hf"), str(tmp_path / "other")]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("chat template: not equal")
+
+
+def test_a_difference_in_one_entry_of_a_setting_is_named_by_its_path(run: Any, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    save_tiny(tmp_path / "hf", "qwen3", rope_parameters=yarn)
+    shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["rope_parameters"]["beta_fast"] = 16.0
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    _, found = run("diff", tmp_path / "hf", tmp_path / "other")
+    assert [each["name"] + ": " + each["text"] for each in found["differences"]] == [
+        "rope_scaling.beta_fast: 32.0 and 16.0"
+    ]
+
+
+def test_verify_cuts_a_long_list_that_diff_prints_in_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("llama", "qwen3"):
+        save_tiny(tmp_path / name, name)
+    paths = [str(tmp_path / "llama"), str(tmp_path / "qwen3")]
+    assert main(["diff", *paths]) == 1
+    every = len(capsys.readouterr().out.splitlines())
+    assert every > 25 and main(["verify", *paths]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == f"{every} differences"
+        and lines[21] == f"  and {every - 20} more; diff and --json list all"
+    )

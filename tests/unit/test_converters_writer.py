@@ -162,7 +162,7 @@ def test_files_are_as_open_as_the_umask_allows(tmp_path: Path, umask: int, mode:
 def test_an_existing_target_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "out"
     write_hf([("a", torch.zeros(2))], target, no_files)
-    with pytest.raises(ConversionError, match=r"exists\. Fix: choose another directory, or overwrite it"):
+    with pytest.raises(ConversionError, match=r"exists\. Fix: choose another directory, or replace it"):
         write_hf([("b", torch.ones(2))], target, no_files)
     assert open_source(target).names() == ["a"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

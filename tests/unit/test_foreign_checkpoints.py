@@ -44,6 +44,20 @@ def test_megatron_lm_exports_with_a_config_made_of_its_arguments(name: str, tmp_
     assert main(["verify", str(tmp_path / "out"), str(source)]) == 0
 
 
+def test_an_export_with_a_made_config_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = megatron_lm(tmp_path, "llama")
+    assert "Fix: pass --hf-config DIRECTORY of the model that was trained" in is_refused(source)
+    capsys.readouterr()
+    assert main(["export", str(source), str(tmp_path / "out"), "--eos-token-id", "7"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "config.json: made from the trainer's settings, except bos_token_id = None, eos_token_id = 7" in said
+    )
+    assert "not_written: tokenizer, chat template, generation_config.json; --hf-config DIRECTORY" in said
+
+
 def singleton_shards(key: str, tensor: Tensor) -> dict[str, Tensor]:
     """As Megatron-Core stores layers with ``singleton_local_shards``: experts alone, gate and up alone."""
     found = {}

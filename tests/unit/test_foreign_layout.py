@@ -86,7 +86,7 @@ def test_what_is_written_twice_is_refused_and_can_be_replaced(
     again = ["import", str(tmp_path / "hf"), str(source), "--layout", "megatron-lm"]
     assert main(again) == 2
     assert main([*again, "--overwrite"]) == 0
-    assert "further_flags: --norm-epsilon 1e-06 --qk-layernorm" in capsys.readouterr().out
+    assert "--use-checkpoint-args: --norm-epsilon 1e-06 --qk-layernorm" in capsys.readouterr().out
 
 
 def test_the_directory_of_a_training_run_is_left_alone(

@@ -125,7 +125,7 @@ SENSITIVE: dict[str, Any] = {
 def test_every_argument_that_changes_the_function_is_compared(name: str) -> None:
     architecture = read_architecture(tiny_config("llama", rms_norm_eps=1e-6))
     check_agreement(settings_for("llama"), architecture)
-    with pytest.raises(ConversionError, match="does not describe the model"):
+    with pytest.raises(ConversionError, match="describe different models"):
         check_agreement(settings_for("llama", **{name: SENSITIVE[name]}), architecture)
 
 

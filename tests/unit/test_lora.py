@@ -460,7 +460,7 @@ def test_tensors_that_do_not_fit(
 def test_directories_that_are_no_adapters(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "is no directory" in refused(trained, tmp_path / "none", tmp_path, capsys)
+    assert "is not a directory" in refused(trained, tmp_path / "none", tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "adapter_model.bin").touch()
     assert re.search(

@@ -313,7 +313,7 @@ def test_an_adapter_that_cannot_be_read_is_found_before_a_run(tmp_path: Path) ->
     written = json.dumps({"enabled": True, "adapter_path": str(start)})
     config = validate_config(load_config(recipe, [f"policy.peft={written}"]))
     [found] = missing_adapters(config)
-    assert found.key == "policy.peft.adapter_path" and "is no directory" in found.bound
+    assert found.key == "policy.peft.adapter_path" and "is not a directory" in found.bound
     plain = settings().as_peft(LAYERS[:1], LAYERS)
     write_peft(start, plain, {})
     assert list(missing_adapters(config)) == []
