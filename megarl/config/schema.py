@@ -299,13 +299,15 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 def nearest(path: str, known: Iterable[str], own: str = "") -> str | None:
     """Return the allowed dotted path that the user most likely meant by an unknown one, or None: of those
-    whose last part is close, one with the same last part, in the section ``own``, or the most similar one."""
-    last = path.rpartition(".")[2]
+    whose last part is close, one of the same section, one with the same last part (first in the section
+    ``own``), or the most similar one."""
+    parent, _, last = path.rpartition(".")
     name_of = {other: other.rpartition(".")[2] for other in known}
     close = difflib.get_close_matches(last, {*name_of.values()}, n=5, cutoff=_CLOSE)
 
-    def likeness(other: str) -> tuple[bool, bool, float]:
+    def likeness(other: str) -> tuple[bool, bool, bool, float]:
+        section, _, name = other.rpartition(".")
         ratio = difflib.SequenceMatcher(None, other, path).ratio()
-        return name_of[other] == last, other.partition(".")[0] == own, ratio
+        return section == parent, name == last, other.partition(".")[0] == own, ratio
 
     return max((other for other, name in name_of.items() if name in close), key=likeness, default=None)
