@@ -374,8 +374,9 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     if cluster["num_nodes"] == 1:
         found["cluster.gpus_per_node"] = _doubles(cluster["gpus_per_node"], _MOST_RANKS_A_NODE)
     found["cluster.num_nodes"] = _doubles(cluster["num_nodes"], _MOST_NODES)
-    if generation is not None and generation["backend"] not in OF_THE_POLICY:
-        # Then the policy itself generates.
+    # Then the policy itself generates. Engines on separate devices would not end by this key alone.
+    is_engine = at(policy, "generation.backend") not in OF_THE_POLICY
+    if generation is not None and is_engine and generation["colocated"]["enabled"]:
         found["policy.generation.backend"] = ["megatron" if backend == "megatron" else "hf"]
     return found
 

@@ -156,6 +156,15 @@ def test_dry_run_of_an_unknown_model_says_that_memory_is_left_out(
     assert "No memory estimate" in capsys.readouterr().out
 
 
+def test_a_dry_run_ends_with_its_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.run.preflight.findings", lambda _: [])
+    assert main(["train", "grpo-qwen2.5-1.5b-1gpu-24gb-megatron", "--dry-run"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "fits 24 GiB: 22.5 GiB at the fullest moment, training (planned)"
+
+
 def test_dry_run_of_many_ranks_is_short(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [
         "cluster.num_nodes=128",
