@@ -279,8 +279,7 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
             problems.append(f"unknown: {key} {list(model.checkpoint.shape(key))}")
     if problems:
         raise ConversionError(
-            f"{model.checkpoint.directory} does not hold a {model.architecture.family} model as its config "
-            "describes it",
+            f"{model.checkpoint.directory} does not hold the {model.architecture.family} model of its config",
             (
                 "use the config that belongs to these weights, or --allow-missing PATTERN for keys that "
                 "need no "

@@ -106,8 +106,8 @@ def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="pad the vocabulary with zero rows to a multiple of N; Megatron-LM needs 128 times its tensor "
-        "parallel size, unless told otherwise",
+        help="pad the vocabulary with zero rows to a multiple of N (Megatron-LM's default: 128 times its "
+        "tensor parallel size)",
     )
     _add_layout(into)
     out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
