@@ -243,8 +243,7 @@ def _run_steps(
             if profiler is not None:
                 profiler.end(step)
             held.finish()
-            # The validation can run during the next step only if there is one, so not after the last step or
-            # a stop.
+            # A validation can run during the next step only if there is one: not before the end or a stop.
             is_due, goes_on = schedule.validates_after(step), step < schedule.total_steps
             is_beside = is_due and goes_on and stop.reason is None and algorithm.validate_beside()
             validation = _validate(algorithm, reporting) if is_due and not is_beside else {}
@@ -263,16 +262,14 @@ def _run_steps(
         stop.last_step = min(step + (checkpoints is not None), schedule.total_steps)
         with at_step(step), ExitStack() as around_report:
             if checkpoints is not None and saves:
-                # The row is made inside this phase: it contains the seconds so far, and the next row the
-                # rest.
+                # The row is made inside this phase: it has the seconds so far, and the next row the rest.
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
                 around_report.enter_context(
                     checkpoints.saving(
                         step,
                         algorithm.sampler.state(),
                         metrics,
-                        # Bind the step now, because the function is called after the loop variable has
-                        # changed.
+                        # Bind the step now: the loop variable changes before this is called.
                         lambda step=step: step == schedule.total_steps or stop.reason is not None,  # type: ignore[misc]
                         is_validated=not is_beside,
                     )
