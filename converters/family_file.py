@@ -8,11 +8,14 @@ mixtures of experts to start from. A family that is Qwen2 with other names for i
 
     from converters.families import dense, qwen2
 
-    def layer_rules(architecture, layer): for rule in dense.layer_rules(architecture, layer): parts =
-        tuple(replace(part, name=part.name.replace(".mlp.", ".ffn.")) for part in rule.parts) yield
-        replace(rule, parts=parts)
+    def layer_rules(architecture, layer):
+        for rule in dense.layer_rules(architecture, layer):
+            parts = tuple(replace(part, name=part.name.replace(".mlp.", ".ffn.")) for part in rule.parts)
+            yield replace(rule, parts=parts)
 
-    FAMILY = replace( qwen2.FAMILY, model_type="my_family",                   # of its config.json
+    FAMILY = replace(
+        qwen2.FAMILY,
+        model_type="my_family",                   # of its config.json
         architecture_class="MyFamilyForCausalLM",  # in its config.json under "architectures"
         config_like="qwen2",                      # the transformers config whose defaults apply
         layer_rules=lambda architecture, layer: tuple(layer_rules(architecture, layer)),
