@@ -451,12 +451,11 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
-    from converters.adapters.adapter_command import holds_adapter, verify_adapters
+    from converters.adapters.adapter_command import are_adapters, verify_adapters
     from converters.verify import verify_paths
 
     options, excused = opening_options(arguments), tuple(arguments.allow_missing)
-    of_models = arguments.logits or arguments.lora or len(arguments.paths) > 2
-    if not of_models and all(map(holds_adapter, arguments.paths)):
+    if not (arguments.logits or arguments.lora) and are_adapters(arguments.paths):
         return verify_adapters(arguments.paths, options.hf_directory, options.ignored_config_keys)
     return verify_paths(arguments.paths, options, excused, logits=arguments.logits, lora=arguments.lora)
 

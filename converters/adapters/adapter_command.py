@@ -103,10 +103,14 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
-def holds_adapter(path: Path) -> bool:
-    """Return whether a directory is a PEFT adapter, or an adapter that a conversion has written."""
-    kept = find_checkpoint(path) / HF_DIRECTORY if holds_checkpoint(path) else path
-    return (kept / ADAPTER_CONFIG).is_file()
+def are_adapters(paths: Sequence[Path]) -> bool:
+    """Return whether ``verify_adapters`` takes these: PEFT adapters, which have no hashes and need a second
+    adapter, and adapters that a conversion has written."""
+    found = []
+    for path in paths:
+        kept = find_checkpoint(path) / HF_DIRECTORY if holds_checkpoint(path) else path
+        found.append((kept / ADAPTER_CONFIG).is_file() and (len(paths) == 2 or kept != path))
+    return len(paths) <= 2 and all(found)
 
 
 def verify_adapters(paths: Sequence[Path], hf_directory: Path | None, ignored: Collection[str]) -> Answer:
@@ -117,7 +121,7 @@ def verify_adapters(paths: Sequence[Path], hf_directory: Path | None, ignored: C
         hf_directory, ignored: as in ``open_megatron_adapter``.
 
     Raises:
-        ConversionError: an adapter is damaged, or there is nothing to compare it with.
+        ConversionError: an adapter is damaged.
     """
     opened: list[Any] = []
     for path in paths:
@@ -125,11 +129,6 @@ def verify_adapters(paths: Sequence[Path], hf_directory: Path | None, ignored: C
         is_peft = is_peft_directory(path)
         opened.append(PeftDirectory(path) if is_peft else open_megatron_adapter(path, hf_directory, ignored))
     one, other = opened[0], opened[-1]
-    if len(paths) == 1 and is_peft_directory(paths[0]):
-        raise ConversionError(
-            f"{paths[0]} is a PEFT adapter without a {MANIFEST_FILE} to compare it with",
-            "give a second adapter",
-        )
     found = []
     for key in sorted({*one.raw_config, *other.raw_config}):
         left, right = one.raw_config.get(key), other.raw_config.get(key)

@@ -84,13 +84,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
     Raises:
         ConversionError: there is no such archive, or it does not contain exactly one plain tensor.
     """
-    window, size = _Window(descriptor, offset, length, what), os.fstat(descriptor).st_size
-    if size < offset + length:
-        raise ConversionError(
-            f"{what}: the file is truncated: it has {size} bytes, and by its index this tensor ends at byte "
-            f"{offset + length}",
-            "fetch or write the checkpoint again",
-        )
+    window = _Window(descriptor, offset, length, what)
     try:
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -112,10 +106,11 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
     except ConversionError:
         raise
     except (zipfile.BadZipFile, OSError, struct.error, *DAMAGED) as error:
-        raise ConversionError(
-            f"{what}: no serialised tensor at byte {offset} ({type(error).__name__}: {error})",
-            "fetch or write the checkpoint again",
-        ) from error
+        size = os.fstat(descriptor).st_size
+        fault = f"no serialised tensor at byte {offset} ({type(error).__name__}: {error})"
+        if size < offset + length:
+            fault = f"the file is truncated: it has {size} bytes, its index needs at least {offset + length}"
+        raise ConversionError(f"{what}: {fault}", "fetch or write the checkpoint again") from error
     first = described.first * described.dtype.itemsize
     raw = RawTensor(offset + start + first, described.dtype, described.shape, described.strides)
     # torch never writes these, but another writer might, and the values would be read wrong.

@@ -470,7 +470,7 @@ def test_verify_compares_adapters(
     assert capsys.readouterr().out.count("tensors: equal bit for bit") == 2
     run("verify", mcore)
     assert "tensors: match conversion.json" in capsys.readouterr().out
-    assert main(["verify", str(peft)]) == 2 and "give a second adapter" in capsys.readouterr().err
+    assert main(["verify", str(peft)]) == 2 and "verify compares two adapters" in capsys.readouterr().err
     shutil.copytree(peft, tmp_path / "changed")
     tensors = factors(peft)
     first, second = list(tensors)[:2]
