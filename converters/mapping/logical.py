@@ -98,7 +98,7 @@ class HuggingFaceModel(LogicalModel):
         self._places: dict[str, TensorLocation] = {}
 
     def holds(self, tensor: HuggingFaceTensor) -> bool:
-        """See ``LogicalModel``."""
+        """Return whether the source has this tensor, under any of its names."""
         return any(place.name in self.source for place in tensor.places)
 
     def stored_dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:

@@ -33,8 +33,8 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
     """Return the rule of a Megatron-Core parameter.
 
     Args:
-        megatron_name: name without wrapper prefixes such as ``module.``, in the portable or the Transformer
-            Engine layer spec. Layer and expert indices are *global*. Example:
+        megatron_name: name without wrapper prefixes such as ``module.``, as in Megatron-Core's local or
+            Transformer Engine layer spec. Layer and expert indices are *global*. Example:
             ``decoder.layers.7.self_attention.linear_qkv.weight``.
         architecture: architecture of the model.
 

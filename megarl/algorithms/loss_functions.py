@@ -389,8 +389,13 @@ class ClippedPGLossFn:
         return weight * (estimate + slope * moving), is_clamped.to(weight.dtype)
 
     def _kl_slope(self, difference: Tensor) -> Tensor:
-        """Return the derivative of each token's KL estimate by its log-probability, from reference - current.
-        It includes the score-function term if the exact gradient is configured."""
+        """Return the derivative of each token's KL estimate with respect to its log-probability.
+
+        It includes the score-function term if the exact gradient is configured.
+
+        Args:
+            difference: the reference's log-probability minus the current policy's.
+        """
         if self.exact_kl_gradient:
             return -difference
         # expm1 keeps digits of a small difference that 1 - exp(d) would lose.

@@ -383,7 +383,7 @@ def _remove(directory: Path) -> None:
 
 
 def _leave(source: Path, code: int) -> None:
-    """Remove the files in memory and exit."""
+    """Delete the copy of the checkpoint in host memory, and exit the process with status ``code``."""
     # Repeat the removal: ranks that do not know of the end yet may still create files.
     for _ in range(_REMOVALS):
         _remove(source)

@@ -43,8 +43,8 @@ def read_plain(path: Path) -> dict[str, Any]:
 def restricted_loading() -> Iterator[None]:
     """Restrict every DCP reader that is created within the context, by any library.
 
-    The index may name only the classes that an index needs, objects among the tensors must be plain values,
-    and reads are retried after transient storage failures.
+    A checkpoint's ``.metadata`` may name only the classes of DCP's own metadata, entries that are not tensors
+    must be plain values, and reads are retried after transient storage failures.
     """
     load_bytes = DefaultLoadPlanner.load_bytes
 

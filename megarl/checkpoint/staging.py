@@ -293,7 +293,7 @@ def _archive_length(tensor: Tensor) -> int:
 
 
 def _rows(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return aligned offsets for parts of these sizes, and the offset after the last one."""
+    """Return the byte offset of each part, aligned to ``_ALIGNMENT``, and the offset after the last part."""
     places, end = [], 0
     for size in sizes:
         places.append(end)

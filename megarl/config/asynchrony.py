@@ -42,9 +42,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "age of a response: number of training steps between the weights that sampled it and the "
-                "weights that are trained on it. It is exactly this with ``in_order``, at most this with "
-                "``ready_first``. 0 alternates sampling and training; 1 is enough to overlap the two.",
+                "maximum age of a response: training steps between the weights that sampled it and those "
+                "that train on it. With ``in_order`` the age is exactly this number. 0 alternates sampling "
+                "and training; 1 is enough to overlap the two.",
                 AT_LEAST_0,
                 default=1,
             ),
@@ -88,9 +88,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "run directory of an earlier ``ready_first`` run: train again on the responses in its "
-                "ledger, to the same bits; engines start only for validations. null samples responses as "
-                "usual.",
+                "run directory of an earlier ``ready_first`` run: train again on the responses recorded in "
+                "its ``ledger``, with bit-identical results; engines start only for validations. null "
+                "samples responses as usual.",
                 default=None,
             ),
         ]

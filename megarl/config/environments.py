@@ -45,7 +45,7 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["strict", "flexible"],
             Key(
-                "`gsm8k`: number of the response that is compared: `strict` (default) the one after the "
+                "`gsm8k`: which number of a response is compared: `strict` (default) the one after the "
                 "last ``####``, `flexible` the last one."
             ),
         ]

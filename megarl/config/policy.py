@@ -66,8 +66,8 @@ class DTensorConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "also shard activations over the sequence on the tensor-parallel ranks, wherever the layers "
-                "there are not tensor-parallel (norms, residuals).",
+                "in layers that are not tensor-parallel (norms, residuals), shard activations along the "
+                "sequence over the tensor-parallel ranks.",
                 default=False,
             ),
         ]
@@ -638,8 +638,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "also shard activations over the sequence on the tensor-parallel ranks, wherever the layers "
-                "there are not tensor-parallel (norms, residuals).",
+                "in layers that are not tensor-parallel (norms, residuals), shard activations along the "
+                "sequence over the tensor-parallel ranks.",
                 default=False,
             ),
         ]

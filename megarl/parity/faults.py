@@ -81,8 +81,8 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
     """Return the functions that a fault changes, each with its new code object.
 
     Raises:
-        ConfigError: the text does not occur exactly once in the module, is not inside a function, or its
-            replacement needs other closure variables.
+        ConfigError: the source text that the fault replaces does not occur exactly once in the module or is
+            not inside a function, or the replacement needs other closure variables.
     """
     source = inspect.getsource(module)
     if source.count(fault.old) != 1:

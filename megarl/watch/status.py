@@ -219,7 +219,7 @@ def _progress(state: RunState) -> Text:
     )
     if state.eta_s and state.state in {"running", "elsewhere"}:
         text.append(f", ETA {format_seconds(state.eta_s)}")
-    # A run that has stopped has no time of arrival, only steps left.
+    # A stopped run has no expected end: show only how much training time its remaining steps need.
     elif state.eta_s and state.step:
         text.append(f", {format_seconds(state.eta_s)} of training left")
     return text

@@ -312,7 +312,8 @@ class WeightSender:
             raise
 
     def _opened_mailbox(self, session: int, ticket: int) -> Mailbox | None:
-        """Open the mailbox for the refit and return it; None without a mailbox or readers."""
+        """Open the mailbox, through which engine ranks on this device learn where the weights are, and return
+        it; None if there is no mailbox or no engine rank reads from it."""
         box = self._mailbox
         if box is None:
             return None

@@ -130,7 +130,8 @@ class TransferGroup:
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, stage: int = 0) -> dist.Work:
-        """Start sending or receiving a buffer of ``stage``.
+        """Start the broadcast of a buffer from pipeline stage ``stage``: its policy rank sends, engines
+        receive.
 
         Raises:
             RefitError: the group is broken or closed.

@@ -63,7 +63,8 @@ def model_view(
     if not section.is_trained:
         # Rules on training read the algorithm, and do not apply without it.
         seen.pop("algorithm", None)
-    # Faults of this section count for ``policy`` here, those of the real policy do not.
+    # The rules see this section in place of ``policy``: its faulty keys become keys of ``policy``, and those
+    # of the actual policy are left out.
     own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
     return View(seen, own, facts)
 

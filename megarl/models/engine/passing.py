@@ -132,7 +132,7 @@ class PassingWorker(WorkerState):
                 f"policy.{way} is enabled, but the batch carries no plan of its micro-batches; "
                 "shard it with megarl.models.policy.batch_plan.shard_batch, or disable it"
             )
-        # Without counts, a chunk has as many rows as its last micro-batch's end.
+        # Without counts, the end of a chunk's last micro-batch is the chunk's number of rows.
         return Planned(indices, lengths, counts or [chunk[-1][1] for chunk in indices], packed)
 
     def get_logprobs(

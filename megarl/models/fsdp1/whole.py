@@ -54,7 +54,8 @@ class FullModel:
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return an iterator over names and stored parameters, which the optimizer updates."""
+        """Return an iterator over the names and tensors that the optimizer updates: float32 master weights if
+        there are any, else the module's parameters."""
         return iter(self._masters.items()) if self._masters else named(self._held)
 
     @torch.no_grad()

@@ -136,8 +136,8 @@ def _rotary_angles_of_context_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group
 
 
 def _splits_as_they_are(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return the token counts that ranks exchange, as numpy if requested. Collectives need numpy, but
-    Megatron's own function converts only tensors that it moves from CUDA."""
+    """Return the numbers of tokens to exchange with each rank, as numpy if requested. The collectives need
+    numpy, but Megatron's own function converts only tensors that it moves from CUDA."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
