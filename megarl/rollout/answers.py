@@ -30,8 +30,8 @@ _LETTER = r"([B-HJ-Z](?![A-Za-z0-9'])|[AI](?=\s*(?:$|[)\].,:;!*}$\\\n]|(?:becaus
 # The letter is optional, so that a match without one consumes the text; otherwise the search would scan the
 # same text again from each box in it, in quadratic time.
 _CHOICE = re.compile(
-    rf"(?:\\boxed\s*+\{{|\b(?i:answer|choice|option)[*]*+\s*+(?:(?i:is)\b\s*+:?|:)){_WRAPPING}(?:(?:(?i:option"
-    rf"|choice)\s++)?{_LETTER})?"
+    rf"(?:\\boxed\s*+\{{|\b(?i:answer|choice|option)[*]*+\s*+(?:(?i:is)\b\s*+:?|:)){_WRAPPING}"
+    rf"(?:(?:(?i:option|choice)\s++)?{_LETTER})?"
 )
 _CONNECTIVE = r"(?:\b(?:and|or|nor|vs)\b|\\text\s*\{\s*(?:and|or)\s*\}|[,;&/|+])"
 _BEFORE_SECOND = r"\b(?i:maybe|perhaps|possibly|else|also|even|the|correct|answer|is|option|choice)\b|[: \t]"
@@ -115,8 +115,8 @@ def _last_number(response: str, method: str) -> Decimal | None:
 
 
 def _marked_numbers(response: str) -> list[str | None]:
-    """Return the number after each ``####``. An entry is None if the number continues or names an
-    alternative."""
+    """Return the number after each ``####``. An entry is None if the text after the number makes it
+    ambiguous: more of an expression, or an alternative such as ``or 6``."""
     numbers: list[str | None] = []
     for found in _MARKED_NUMBER.finditer(response):
         # The number pattern also consumes a comma that follows the number, so strip it.
