@@ -473,7 +473,7 @@ class CheckpointManager:
 
     def _warn_of_missing_metrics(self, metrics: Mapping[int, float | None]) -> None:
         missing = sorted(step for step, value in metrics.items() if value is None)
-        if self.metric_name is not None and missing == [max(metrics)]:
+        if self.metric_name is not None and missing == [max(metrics, default=None)]:
             # A stop saves a step that is not validated.
             logger.info("step %d was not validated; it is kept as the newest checkpoint", *missing)
         elif self.metric_name is not None and missing and not self._has_told_of_missing:
