@@ -113,6 +113,11 @@ def are_adapters(paths: Sequence[Path]) -> bool:
     return len(paths) <= 2 and all(found)
 
 
+def _in_order(value: Any) -> Any:
+    # PEFT writes names of layers from sets, in any order.
+    return sorted(value, key=repr) if isinstance(value, list) else value
+
+
 def verify_adapters(paths: Sequence[Path], hf_directory: Path | None, ignored: Collection[str]) -> Answer:
     """Compare two adapters bit for bit, or check one against the hashes of its conversion.
 
@@ -132,7 +137,7 @@ def verify_adapters(paths: Sequence[Path], hf_directory: Path | None, ignored: C
     found = []
     for key in sorted({*one.raw_config, *other.raw_config}):
         left, right = one.raw_config.get(key), other.raw_config.get(key)
-        if left != right:
+        if _in_order(left) != _in_order(right):
             found.append(f"config: {key}: {left!r} and {right!r}")
     names = set(one.keys())
     found += (f"only in one: {name}" for name in sorted(names.symmetric_difference(other.keys())))

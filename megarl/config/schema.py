@@ -225,7 +225,7 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
         )
     if kind == "missing":
         # pydantic's input of a missing key is the section that lacks it.
-        likely = [*(ALGORITHMS.keys() & value), "<value>"] if key == KEY else ["<value>"]
+        likely = [*(name for name in ALGORITHMS if key == KEY and name in value), "<value>"]
         return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: {likely[0]}")
     if value is None:
         return Violation(

@@ -478,7 +478,9 @@ def test_verify_compares_adapters(
     del tensors[second]
     save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
     config = json.loads((peft / "adapter_config.json").read_text())
-    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 99}))
+    # the order of target_modules, which PEFT keeps as a set, is no difference
+    changes = {"lora_alpha": 99, "target_modules": config["target_modules"][::-1]}
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config | changes))
     assert main(["verify", str(tmp_path / "changed"), str(mcore)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("3 differences") and f"values: {first}" in said

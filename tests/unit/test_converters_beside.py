@@ -281,7 +281,7 @@ def test_targets(converted: Path, run: Run) -> None:
 
 def test_sources_that_are_something_else(converted: Path, run: Run) -> None:
     code, said = run("import", converted / "mcore", converted / "new")
-    assert code == 2 and "is a checkpoint of Megatron-Core" in said and "convert export" in said
+    assert code == 2 and "is a checkpoint of Megatron-Core" in said and "python -m converters export" in said
     change_json(
         converted / "hf" / "config.json", model_type="kimi_k9", architectures=["DeepseekV3ForCausalLM"]
     )
