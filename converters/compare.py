@@ -63,7 +63,12 @@ def _leaf_differences(name: str, left: Any, right: Any) -> Iterator[Difference]:
     name."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in dict.fromkeys((*left, *right)):
-            yield from _leaf_differences(f"{name}.{key}", left.get(key), right.get(key))
+            if key in left and key in right:
+                yield from _leaf_differences(f"{name}.{key}", left[key], right[key])
+            else:
+                # An absent entry differs from null.
+                sides = (repr(side[key]) if key in side else "absent" for side in (left, right))
+                yield Difference("config", f"{name}.{key}", " and ".join(sides))
     elif left != right:
         yield Difference("config", name, f"{left!r} and {right!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from converters.command import main
+from converters.compare import config_differences
 from converters.errors import ConversionError
+from converters.families.read import read_architecture
 from converters.torch_dist.index import read_index, write_index
 from converters.verify import known_config
 from tests.unit.converters_tiny import save_tiny
@@ -255,6 +258,14 @@ def test_a_difference_in_one_entry_of_a_setting_is_named_by_its_path(run: Any, t
     assert [each["name"] + ": " + each["text"] for each in found["differences"]] == [
         "rope_scaling.beta_fast: 32.0 and 16.0"
     ]
+
+
+def test_an_absent_entry_of_a_setting_differs_from_null(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    plain = read_architecture(json.loads((tmp_path / "config.json").read_text()))
+    one, other = (dataclasses.replace(plain, rope_scaling=scaling) for scaling in ({"factor": None}, {}))
+    assert list(map(str, config_differences(one, other))) == ["config: rope_scaling.factor: None and absent"]
+    assert list(config_differences(one, one)) == []
 
 
 def test_verify_cuts_a_long_list_that_diff_prints_in_full(
