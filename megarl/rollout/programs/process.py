@@ -274,7 +274,7 @@ def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int
 
 def _stand_by(child: int, limits: Limits) -> None:
     """Wait for the program, kill all processes that it has left behind, and exit with its exit code."""
-    # Close all descriptors: whoever reads a pipe from the program would otherwise wait until this process
+    # Close all descriptors: a reader of one of the program's pipes would otherwise wait until this process
     # ends.
     os.closerange(0, 1 << 16)
     try:
