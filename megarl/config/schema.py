@@ -52,6 +52,21 @@ EXPECTED = {
 
 IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
 _CLOSE = 0.75
+# Words that users and other trainers write -> words in the names of keys.
+_SYNONYMS = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "batch": "global_batch",
+    "coef": "penalty",
+    "dtype": "precision",
+    "freq": "period",
+    "interval": "period",
+    "lora": "peft",
+    "r": "dim",
+    "rank": "dim",
+}
 _SIMILAR = 0.5
 """Minimum similarity at which an allowed value is proposed for a wrong one, low enough for fp16 and
 float16."""
@@ -236,6 +251,10 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
         )
     wanted = known_paths(section)
     inner = [name for name in ("path", "name") if f"{path}.{name}" in wanted]
+    switch = next((name for name in (f"{path}.enabled", f"{path}_enabled") if name in wanted), None)
+    if kind == "dict_type" and isinstance(value, bool) and switch is not None:
+        full = ".".join(filter(None, (prefix, switch)))
+        return Violation(key, value, _expected(fault), f"write {full}={str(value).lower()}")
     if kind == "dict_type" and isinstance(value, str) and inner:
         # A plain word is more likely the name of a data set than a path.
         is_name = "name" in inner and not any(mark in value for mark in "/.")
@@ -297,12 +316,33 @@ def _reads_as_number_or_flag(text: str) -> bool:
     return True
 
 
+def _fits(word: str, name: str) -> bool:
+    """Return whether a part of a name begins with a word."""
+    return any(part == word or (len(word) > 2 and part.startswith(word)) for part in name.split("_"))
+
+
 def nearest(path: str, known: Iterable[str], own: str = "") -> str | None:
-    """Return the allowed dotted path that the user most likely meant by an unknown one, or None: of those
-    whose last part is close, one of the same section, one with the same last part (first in the section
-    ``own``), or the most similar one."""
+    """Return the allowed dotted path that the user most likely meant by an unknown one, or None.
+
+    A key of the same section that contains all words of the unknown one is preferred, such as ``num_nodes``
+    for ``nodes``. Otherwise it is one whose last part is close: one of the same section, one with the same
+    last part (first in the section ``own``), or the most similar one.
+    """
     parent, _, last = path.rpartition(".")
+    words = "_".join(_SYNONYMS.get(word, word) for word in last.split("_")).split("_")
     name_of = {other: other.rpartition(".")[2] for other in known}
+    # An option such as --nodes has no section, so any will do, but not instead of a key of that very name.
+    fitting = [
+        other
+        for other, name in name_of.items()
+        if (other.rpartition(".")[0] == parent if parent else last not in name_of.values())
+        and all(_fits(word, name) for word in words)
+    ]
+    # num_generations is rather num_generations_per_prompt than val_num_generations_per_prompt.
+    fitting.sort(key=lambda other: (not name_of[other].startswith(words[0]), name_of[other].count("_")))
+    fitting += [other for other in name_of if other.replace(".", "_") == path.replace(".", "_")]
+    if fitting:
+        return fitting[0]
     close = difflib.get_close_matches(last, {*name_of.values()}, n=5, cutoff=_CLOSE)
 
     def likeness(other: str) -> tuple[bool, bool, bool, float]:

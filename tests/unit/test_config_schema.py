@@ -109,6 +109,48 @@ def test_unknown_keys_name_the_nearest_known_key(wrong: str, meant: str) -> None
     assert repr(meant) in violation.fix
 
 
+# Shortened names and those of other trainers -> the key of the same section.
+GUESSES = {
+    "policy.model": "policy.model_name",
+    "policy.dtype": "policy.precision",
+    "policy.batch_size": "policy.train_global_batch_size",
+    "policy.seq_length": "policy.max_total_sequence_length",
+    "policy.lora": "policy.peft",
+    "policy.peft.rank": "policy.peft.dim",
+    "policy.lr": f"{MEGATRON}.optimizer.lr",
+    f"{MEGATRON}.tp": f"{MEGATRON}.tensor_model_parallel_size",
+    f"{MEGATRON}.ep": f"{MEGATRON}.expert_model_parallel_size",
+    "policy.generation.max_tokens": "policy.generation.max_new_tokens",
+    "policy.generation.vllm_cfg.tp": "policy.generation.vllm_cfg.tensor_parallel_size",
+    "cluster.nodes": "cluster.num_nodes",
+    "cluster.gpus": "cluster.gpus_per_node",
+    "data.max_length": "data.max_input_seq_length",
+    "checkpointing.dir": "checkpointing.checkpoint_dir",
+    "checkpointing.save_interval": "checkpointing.save_period",
+    "grpo.steps": "grpo.max_num_steps",
+    "grpo.epochs": "grpo.max_num_epochs",
+    "grpo.num_generations": "grpo.num_generations_per_prompt",
+    "loss_fn.kl_coef": "loss_fn.reference_policy_kl_penalty",
+    "env.timeout": "env.timeout_s",
+    "logger.wandb_project": "logger.wandb.project",
+    "nodes": "cluster.num_nodes",
+    "model": "policy.model_name",
+}
+
+
+@pytest.mark.parametrize(("guess", "meant"), GUESSES.items())
+def test_guessed_keys_name_the_key_of_the_same_section(guess: str, meant: str) -> None:
+    assert nearest(guess, known_paths(run_type("grpo")), "grpo") == meant
+
+
+@pytest.mark.parametrize(
+    ("section", "switch"),
+    [("logger.wandb", "logger.wandb_enabled"), (MEGATRON, f"{MEGATRON}.enabled")],
+)
+def test_true_in_place_of_a_section_names_its_switch(section: str, switch: str) -> None:
+    assert violations_after({section: True})[section].fix == f"write {switch}=true"
+
+
 def test_a_key_like_no_other_is_to_be_removed() -> None:
     assert violations_after({"qqqqqqqq": 1})["qqqqqqqq"].fix == "remove it"
 
