@@ -480,6 +480,10 @@ def environment_is_known(view: View) -> Iterator[Violation]:
                     fix = f"write {key}: {TOOLS}, or remove it, on the command line by ~{path}"
                     yield Violation(path, value, bound, fix)
         if name in REWARDED:
+            if options := section.get("options"):
+                bound = f"only a custom environment reads it, and {key} is {name!r}"
+                fix = f"name it: {key}: path/to/file.py:Class, or remove this section"
+                yield Violation(f"{section_key}.options", options, bound, fix)
             continue
         if not is_import_path(name):
             yield Violation(
@@ -517,8 +521,8 @@ def environments_have_names(view: View) -> Iterator[Violation]:
     env = view["env"]
     named = sorted(named_environments(env))
     view.require(bool(named))
-    for key in ("reward", "rewards", *keys_of(RewardOptions)):
-        if env.get(key) is not None:
+    for key in ("reward", "rewards", "options", *keys_of(RewardOptions)):
+        if env.get(key) not in (None, {}):
             bound = f"the environments of the run are {', '.join(named)}, and no record uses this key"
             yield Violation(f"env.{key}", env[key], bound, f"move it to env.{named[0]}")
     if not any(section.get("environment") == TOOLS for section in named_environments(env).values()):
