@@ -223,7 +223,7 @@ def _fault_of_estimator(found: Any) -> str | None:
 def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     """Return why a custom loss cannot be constructed from its section, or not be called as a loss; None if
     it is valid."""
-    if not callable(found):
+    if not inspect.isclass(found) and not _takes(found, section):
         return f"it is {found!r:.60}, but must be a class"
     try:
         # Pass a copy, because the custom class may change it.
@@ -233,9 +233,9 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
         return f"it cannot be constructed from the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
         return (
-            f"it constructs a {type(made).__name__}, which cannot be called with only the four "
-            "arguments of a LossFunction: further parameters need a default "
-            "(megarl.algorithms.interfaces)"
+            f"it constructs a {type(made).__name__}, which cannot be called as (data, global_valid_seqs, "
+            "global_valid_toks, next_token_logprobs=...): it gets log-probabilities, not logits, and further "
+            "parameters need a default (megarl.algorithms.interfaces)"
         )
     return (
         None
