@@ -480,10 +480,11 @@ def environment_is_known(view: View) -> Iterator[Violation]:
                     fix = f"write {key}: {TOOLS}, or remove it, on the command line by ~{path}"
                     yield Violation(path, value, bound, fix)
         if name in REWARDED:
-            if options := section.get("options"):
+            path = f"{section_key}.options"
+            if view.get(path):
                 bound = f"only a custom environment reads it, and {key} is {name!r}"
                 fix = f"name it: {key}: path/to/file.py:Class, or remove this section"
-                yield Violation(f"{section_key}.options", options, bound, fix)
+                yield Violation(path, view[path], bound, fix)
             continue
         if not is_import_path(name):
             yield Violation(
