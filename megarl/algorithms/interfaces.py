@@ -73,11 +73,13 @@ class LossFunction(Protocol):
         """Return loss and metrics of one micro-batch.
 
         Args:
-            data: the micro-batch, tensors [B, S] and [B]. For GRPO it has ``advantages`` and
-                ``generation_logprobs``; ``prev_logprobs`` unless ``loss_fn.force_on_policy_ratio`` is true;
-                and ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. If
-                rows are segments of responses, ``response_tokens`` [B] int64 is the number of valid tokens in
-                all rows of the row's response.
+            data: the micro-batch, tensors [B, S] and [B]. A token's value is in the token's own column, so
+                column i of ``next_token_logprobs`` belongs to column i+1 here, as in
+                ``advantages[:, 1:]``. For GRPO it has ``advantages`` and ``generation_logprobs``;
+                ``prev_logprobs`` unless ``loss_fn.force_on_policy_ratio`` is true; and
+                ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. If rows
+                are segments of responses, ``response_tokens`` [B] int64 is the number of valid tokens in all
+                rows of the row's response.
             global_valid_seqs: 0-d, sum of ``sample_mask`` over the global batch; the segments of a response
                 add up to 1.
             global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the global batch.
