@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megarl.errors import ConfigError
 from megarl.observe.metrics import Reduction
@@ -73,11 +73,13 @@ class LossFunction(Protocol):
         """Return loss and metrics of one micro-batch.
 
         Args:
-            data: the micro-batch, tensors [B, S] and [B]. For GRPO it has ``advantages`` and
-                ``generation_logprobs``; ``prev_logprobs`` unless ``loss_fn.force_on_policy_ratio`` is true;
-                and ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. If
-                rows are segments of responses, ``response_tokens`` [B] int64 is the number of valid tokens in
-                all rows of the row's response.
+            data: the micro-batch, tensors [B, S] and [B]. A token's value is in the token's own column, so
+                column i of ``next_token_logprobs`` belongs to column i+1 here, as in
+                ``advantages[:, 1:]``. For GRPO it has ``advantages`` and ``generation_logprobs``;
+                ``prev_logprobs`` unless ``loss_fn.force_on_policy_ratio`` is true; and
+                ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. If rows
+                are segments of responses, ``response_tokens`` [B] int64 is the number of valid tokens in all
+                rows of the row's response.
             global_valid_seqs: 0-d, sum of ``sample_mask`` over the global batch; the segments of a response
                 add up to 1.
             global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the global batch.
@@ -96,6 +98,27 @@ def reads_values(loss_fn: object) -> bool:
     return getattr(getattr(loss_fn, "input_type", None), "value", None) == LossInputType.VALUE.value
 
 
+def _name_of(loss_fn: object) -> str:
+    return getattr(loss_fn, "__name__", "loss_fn") if inspect.isroutine(loss_fn) else type(loss_fn).__name__
+
+
+def checked_result(loss_fn: object, found: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """Return the loss and the metrics that a loss has returned. Megatron's schedule would report a loss of
+    another shape as a fault of its own.
+
+    Raises:
+        ConfigError: it is not a tensor of one element and a mapping.
+    """
+    loss, metrics = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
+    if isinstance(metrics, Mapping) and hasattr(loss, "numel") and loss.numel() == 1:
+        return loss, metrics
+    what = f"a loss {[*loss.shape]}" if hasattr(loss, "shape") else f"{found!r:.60}"
+    raise ConfigError(
+        f"loss_fn = {_name_of(loss_fn)}: it returned {what}{' without metrics' * (metrics is None)}. Fix: "
+        "return a 0-d tensor and a dictionary, as (losses * mask).sum() / global_valid_toks, {}"
+    )
+
+
 def check_loss(loss_fn: object, *, scores: bool = False) -> None:
     """Check, before workers are started, that an object can be called as a ``LossFunction``. A loss written
     for logits, for example, is rejected.
@@ -107,9 +130,7 @@ def check_loss(loss_fn: object, *, scores: bool = False) -> None:
     Raises:
         ConfigError: it cannot; the message shows its parameters and the expected ones.
     """
-    name = (
-        type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")
-    )
+    name = _name_of(loss_fn)
     if scores != reads_values(loss_fn):
         kinds = {True: "values, for a scoring model", False: "log-probabilities, for a language model"}
         fix = (

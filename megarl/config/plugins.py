@@ -160,7 +160,9 @@ class EngineKind:
             completed ``generation`` section.
         section: TypedDict (of ``typing_extensions``) with the keys of ``policy.generation.engine_cfg``; None
             for no such keys.
-        rules: rules on the engine's part of the configuration.
+        rules: rules on the engine's part of the configuration. Each is called with a ``View``
+            (``megarl.config.rules.view``), reads values by dotted keys, and yields a ``Violation``
+            (``megarl.errors``) for each fault.
         memory: returns the engine's memory on one device; called with a checked run and the model's sizes.
             None if the memory is unknown.
         distributions: names of Python distributions of which one must be installed; empty for none.

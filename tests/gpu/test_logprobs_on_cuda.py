@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.engine import logprobs
-from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
+from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
 from megarl.models.generation.sampling import SamplingSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,9 +38,9 @@ def test_values_and_gradients_equal_those_of_the_cpu(
 
     def passed(device: str) -> tuple[Tensor, Tensor]:
         leaf = logits.clone().to(device).requires_grad_()
-        values = vocab_parallel_logprobs(
+        values = vocab_parallel_scores(
             leaf * 1, targets.to(device), VocabularyShard(vocabulary), sampling, overwrite=True
-        )
+        ).logprobs
         (values * torch.linspace(-1, 2, 17).to(device)).sum().backward()
         assert leaf.grad is not None and leaf.grad[:, vocabulary:].eq(0).all()
         return values.detach().cpu(), leaf.grad.cpu()

@@ -16,7 +16,6 @@ from megarl.models.engine import logprob_kernels, logprobs
 from megarl.models.engine.logprobs import (
     SoftmaxSums,
     VocabularyShard,
-    vocab_parallel_logprobs,
     vocab_parallel_scores,
 )
 from megarl.models.generation.sampling import SamplingSettings
@@ -184,7 +183,9 @@ def without_finite_logits() -> list[bool]:
     logits = torch.randn(4, BLOCK + 9, generator=torch.Generator().manual_seed(2))
     logits[0, 3], logits[1, BLOCK + 1], logits[2] = torch.nan, torch.inf, -torch.inf
     return (
-        vocab_parallel_logprobs(logits, torch.full((4,), 7), VocabularyShard(BLOCK + 9)).isfinite().tolist()
+        vocab_parallel_scores(logits, torch.full((4,), 7), VocabularyShard(BLOCK + 9))
+        .logprobs.isfinite()
+        .tolist()
     )
 
 
@@ -198,9 +199,9 @@ def ignored_targets() -> float:
 
     def passed() -> Tensor:
         leaf = logits.clone().requires_grad_()
-        values = vocab_parallel_logprobs(
+        values = vocab_parallel_scores(
             leaf, targets, VocabularyShard(70), SamplingSettings(temperature=0.9)
-        )
+        ).logprobs
         values[1:].sum().backward()
         assert leaf.grad is not None
         return torch.cat([values.detach()[:, None], leaf.grad], dim=1)

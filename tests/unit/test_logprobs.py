@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.models.engine import logprobs
 from megarl.models.engine.heads import LogprobHead
-from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs, vocab_parallel_scores
+from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
 from megarl.models.generation.sampling import SamplingSettings, choose_tokens
 from tests.kept_tokens import expected_entropies
 from tests.kept_tokens import expected_logprobs as expected_among_kept
@@ -49,9 +49,9 @@ def test_values_and_gradients_equal_float64(
     logits = random_logits(rows, 5, columns + padding, seed=seed).requires_grad_()
     targets = random_targets(rows, 5, size=columns, seed=seed + 1)
     weights = random_logits(rows, 5, seed=seed + 2)
-    measured = vocab_parallel_logprobs(
+    measured = vocab_parallel_scores(
         logits, targets, VocabularyShard(columns), SamplingSettings(temperature=temperature)
-    )
+    ).logprobs
     (measured * weights).sum().backward()
     exact = logits.detach().double().requires_grad_()
     expected = expected_logprobs(exact, targets, columns, temperature)
@@ -73,7 +73,7 @@ def test_a_part_of_the_vocabulary_scores_its_own_tokens_alone(start: int) -> Non
     own = torch.nn.functional.one_hot(places.clamp(0, 4), 5) * ((places >= 0) & (places < 5))[:, None]
     expected = (own * exact).sum(-1) - exact.logsumexp(-1)
     expected.sum().backward()
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(12, start))
+    measured = vocab_parallel_scores(logits, targets, VocabularyShard(12, start)).logprobs
     measured.sum().backward()
     torch.testing.assert_close(measured.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1e-5)
@@ -102,7 +102,7 @@ def test_tokens_that_sampling_leaves_out_have_no_part(
     logits = random_logits(6, columns + padding, seed=seed, scale=2).requires_grad_()
     targets = random_targets(6, size=columns, seed=seed + 1)
     weights = random_logits(6, seed=seed + 2)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(columns), sampling)
+    measured = vocab_parallel_scores(logits, targets, VocabularyShard(columns), sampling).logprobs
     (measured * weights).sum().backward()
     exact = logits.detach().double().requires_grad_()
     expected = expected_among_kept(exact[:, :columns], targets, sampling)
@@ -165,7 +165,7 @@ def test_the_gradient_of_an_entropy_is_minus_p_times_log_p_plus_entropy() -> Non
 def test_log_probabilities_are_the_same_to_the_bit_with_entropies() -> None:
     logits, targets = random_logits(5, 9, seed=32), random_targets(5, size=9, seed=33)
     for sampling in (SamplingSettings(), SamplingSettings(temperature=0.7, top_k=5, top_p=0.8)):
-        plain = vocab_parallel_logprobs(logits, targets, VocabularyShard(9), sampling)
+        plain = vocab_parallel_scores(logits, targets, VocabularyShard(9), sampling).logprobs
         assert torch.equal(
             vocab_parallel_scores(
                 logits, targets, VocabularyShard(9), sampling, with_entropies=True
@@ -197,11 +197,11 @@ def test_what_is_drawn_is_scored_alike() -> None:
     uniforms = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(21))
     sampling = SamplingSettings(temperature=0.8, top_k=9, top_p=0.7)
     tokens, drawn = choose_tokens(logits, uniforms, sampling)
-    scored = vocab_parallel_logprobs(logits, tokens, VocabularyShard(23), sampling)
+    scored = vocab_parallel_scores(logits, tokens, VocabularyShard(23), sampling).logprobs
     torch.testing.assert_close(scored, drawn, atol=2e-6, rtol=0)
-    among_all = vocab_parallel_logprobs(
+    among_all = vocab_parallel_scores(
         logits, tokens, VocabularyShard(23), SamplingSettings(temperature=0.8)
-    )
+    ).logprobs
     assert (drawn - among_all).min() > 0 and (drawn - among_all).mean() > 0.1
 
 
@@ -209,10 +209,10 @@ def test_what_is_drawn_is_scored_alike() -> None:
 def test_padding_columns_never_count(rubbish: float) -> None:
     logits = random_logits(7, 13, seed=0)
     targets = random_targets(7, size=11, seed=1)
-    clean = vocab_parallel_logprobs(logits[:, :11], targets, VocabularyShard(11))
+    clean = vocab_parallel_scores(logits[:, :11], targets, VocabularyShard(11)).logprobs
     logits[:, 11:] = rubbish
     logits.requires_grad_()
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(11))
+    measured = vocab_parallel_scores(logits, targets, VocabularyShard(11)).logprobs
     measured.sum().backward()
     assert torch.equal(measured, clean)
     assert logits.grad.isfinite().all()
@@ -223,9 +223,9 @@ def test_padding_columns_never_count(rubbish: float) -> None:
 def test_half_precision_logits_lose_nothing_in_the_forward_pass(dtype: torch.dtype) -> None:
     logits = random_logits(17, 101, seed=2, scale=8).to(dtype).requires_grad_()
     targets = random_targets(17, size=101, seed=3)
-    measured = vocab_parallel_logprobs(
+    measured = vocab_parallel_scores(
         logits, targets, VocabularyShard(101), SamplingSettings(temperature=0.7)
-    )
+    ).logprobs
     torch.testing.assert_close(
         measured.double(), expected_logprobs(logits.detach(), targets, 101, 0.7), atol=2e-5, rtol=0
     )
@@ -241,7 +241,7 @@ def test_half_precision_logits_lose_nothing_in_the_forward_pass(dtype: torch.dty
 def test_huge_logits_neither_overflow_nor_vanish(largest: float) -> None:
     logits = (random_logits(6, 10, seed=4) + largest).requires_grad_()
     targets = random_targets(6, size=10, seed=5)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(10))
+    measured = vocab_parallel_scores(logits, targets, VocabularyShard(10)).logprobs
     measured.sum().backward()
     exact = logits.detach().double().requires_grad_()
     expected = expected_logprobs(exact, targets, 10, 1.0)
@@ -255,7 +255,7 @@ def test_a_token_that_cannot_be_has_minus_infinity_and_others_stay_exact() -> No
     logits[:, 2] = -torch.inf
     logits[:, 0] = -torch.inf
     targets = torch.tensor([2, 4, 6])
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(7))
+    measured = vocab_parallel_scores(logits, targets, VocabularyShard(7)).logprobs
     assert measured[0] == -torch.inf
     torch.testing.assert_close(
         measured[1:].double(), expected_logprobs(logits, targets, 7, 1.0)[1:], atol=1e-5, rtol=0
@@ -264,7 +264,7 @@ def test_a_token_that_cannot_be_has_minus_infinity_and_others_stay_exact() -> No
 
 def test_a_vocabulary_of_one_token_is_certain() -> None:
     logits = random_logits(4, 1, seed=7).requires_grad_()
-    measured = vocab_parallel_logprobs(logits, torch.zeros(4, dtype=torch.int64), VocabularyShard(1))
+    measured = vocab_parallel_scores(logits, torch.zeros(4, dtype=torch.int64), VocabularyShard(1)).logprobs
     measured.sum().backward()
     assert measured.eq(0).all() and logits.grad.eq(0).all()
 
@@ -296,7 +296,7 @@ def test_chunk_size_changes_no_bit(
 def test_a_row_larger_than_a_chunk_still_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", 1)
     logits, targets = random_logits(3, 50, seed=10), random_targets(3, size=50, seed=11)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(50))
+    measured = vocab_parallel_scores(logits, targets, VocabularyShard(50)).logprobs
     torch.testing.assert_close(
         measured.double(), expected_logprobs(logits, targets, 50, 1.0), atol=1e-5, rtol=0
     )
@@ -305,7 +305,7 @@ def test_a_row_larger_than_a_chunk_still_passes(monkeypatch: pytest.MonkeyPatch)
 def test_logits_are_not_written_to() -> None:
     logits = random_logits(5, 9, seed=12)
     before = logits.clone()
-    vocab_parallel_logprobs(logits, random_targets(5, size=9, seed=13), VocabularyShard(9))
+    vocab_parallel_scores(logits, random_targets(5, size=9, seed=13), VocabularyShard(9))
     assert torch.equal(logits, before)
 
 
@@ -320,7 +320,7 @@ def test_logits_that_are_not_contiguous(order: str) -> None:
     for overwrite in (False, True):
         leaf = source.clone().requires_grad_()
         placed = torch.empty_strided(source.shape, source.stride()).copy_(leaf)
-        measured = vocab_parallel_logprobs(placed, targets, VocabularyShard(9), overwrite=overwrite)
+        measured = vocab_parallel_scores(placed, targets, VocabularyShard(9), overwrite=overwrite).logprobs
         measured.sum().backward()
         exact = source.double().requires_grad_()
         expected = expected_logprobs(exact, targets, 9, 1.0)
@@ -336,13 +336,13 @@ def test_a_gradient_over_the_logits_is_the_same_in_their_memory(kept: dict[str, 
     for overwrite in (False, True):
         leaf = random_logits(7, 12 + padding, seed=8).requires_grad_()
         logits = leaf * 1
-        measured = vocab_parallel_logprobs(
+        measured = vocab_parallel_scores(
             logits,
             targets,
             VocabularyShard(12),
             SamplingSettings(temperature=1.3, **kept),
             overwrite=overwrite,
-        )
+        ).logprobs
         (measured * torch.arange(7)).sum().backward(retain_graph=True)
         assert torch.equal(logits, leaf.grad if overwrite else leaf)
         found += [measured.detach(), leaf.grad]
@@ -381,7 +381,7 @@ def test_gradient_of_a_weighted_sum_is_exact_by_finite_differences() -> None:
     logits = random_logits(2, 6, seed=16, scale=1)
     targets = torch.tensor([1, 4])
     leaf = logits.clone().requires_grad_()
-    vocab_parallel_logprobs(leaf, targets, VocabularyShard(5), SamplingSettings(temperature=0.9))[
+    vocab_parallel_scores(leaf, targets, VocabularyShard(5), SamplingSettings(temperature=0.9)).logprobs[
         1
     ].backward()
     for column in range(6):

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType, check_loss
+from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType, check_loss, checked_result
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.algorithms.utils import calculate_kl_penalty_joschu2020, masked_mean
 from megarl.errors import BatchError, ConfigError
+from megarl.models.engine.heads import _loss_of
+from megarl.models.engine.normalizers import Normalizers
 from megarl.observe.metrics import reduce_metrics
 from megarl.rollout.samples import mismatch_metrics
 
@@ -704,3 +706,23 @@ def test_a_loss_that_is_written_for_logits_is_refused_by_its_signature() -> None
 
     for taken in (NLLLoss(), with_defaults, lambda *arguments, **options: None):
         check_loss(taken)
+
+
+def test_a_loss_that_returns_no_single_number_is_refused_by_its_name() -> None:
+    loss, metrics = torch.tensor(2.0), {"loss": torch.tensor(2.0)}
+    assert checked_result(NLLLoss(), (loss, metrics)) == (loss, metrics)
+    for returned, what in (
+        ((torch.ones(4, 7), {}), r"a loss \[4, 7\]\. Fix"),
+        (loss, r"a loss \[\] without metrics"),
+        ((2.0, {}), r"\(2\.0, \{\}\)\. Fix"),
+        (None, "None without metrics"),
+    ):
+        with pytest.raises(ConfigError, match=f"loss_fn = NLLLoss: it returned {what}"):
+            checked_result(NLLLoss(), returned)
+
+    def of_tokens(data: Any, seqs: Tensor, toks: Tensor, *, next_token_logprobs: Tensor) -> Any:
+        return -next_token_logprobs, {}
+
+    micro_batch: Any = SimpleNamespace(micro_batch=SimpleNamespace(data={}))
+    with pytest.raises(ConfigError, match=r"loss_fn = of_tokens: it returned a loss \[4, 7\]"):
+        _loss_of(of_tokens, micro_batch, Normalizers(loss, loss), next_token_logprobs=torch.ones(4, 7))

@@ -21,6 +21,7 @@ from megarl.run.run import run
 from tests.tables import read_table
 from tests.unit.driver_runs import PolicyMaker, make_config
 
+TOYS = Path(__file__).parents[1] / "toys"
 TABLES = read_table("secrets_in_outputs.yaml")
 
 PLANTED = {
@@ -52,7 +53,9 @@ def config_with_secrets(tmp_path: Path, model: str, data: str) -> dict[str, Any]
         "place": "${oc.env:MEGARL_TEST_PLACE}",
         "variable": "${oc.env:MY_JUDGE_TOKEN}",
     }
-    config["env"] = {**config.get("env", {}), "options": options}
+    # the options of an environment that reads them
+    own = {"environment": f"{TOYS}/as_long.py:AsLong", "options": {"farthest": 7, **options}}
+    config["env"] = {**config.get("env", {}), **own}
     return config
 
 

@@ -108,6 +108,35 @@ def test_a_loss_of_ones_own_trains_as_the_built_in_one_that_it_repeats(
     assert any(not torch.allclose(other[name], expected[name], rtol=0, atol=1e-4) for name in expected)
 
 
+LOSSES = """
+class ForLogits:
+    loss_type = None
+    def __init__(self, section): pass
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks): pass
+
+def called_at_once(data, global_valid_seqs, global_valid_toks, next_token_logprobs): pass
+def makes_one(section): return lambda *given, **further: None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ForLogits", r"cannot be called as \(data, global_valid_seqs, .*log-probabilities, not logits"),
+        ("called_at_once", "it is <function called_at_once at .*, but must be a class"),
+        ("makes_one", "it constructs a function without a loss_type"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_the_reason(
+    name: str, message: str, tmp_path: Path, model: str, data: str
+) -> None:
+    (tmp_path / "own.py").write_text(LOSSES)
+    config = make_config("grpo", tmp_path, model, data)
+    config["loss_fn"]["function"] = f"{tmp_path}/own.py:{name}"
+    with pytest.raises(ConfigError, match=message):
+        validate_config(config)
+
+
 def test_a_variant_of_an_algorithm_overrides_one_part_of_its_step(
     tmp_path: Path, model: str, data: str
 ) -> None:

@@ -223,7 +223,7 @@ def _fault_of_estimator(found: Any) -> str | None:
 def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     """Return why a custom loss cannot be constructed from its section, or not be called as a loss; None if
     it is valid."""
-    if not callable(found):
+    if not inspect.isclass(found) and not _takes(found, section):
         return f"it is {found!r:.60}, but must be a class"
     try:
         # Pass a copy, because the custom class may change it.
@@ -233,9 +233,9 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
         return f"it cannot be constructed from the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
         return (
-            f"it constructs a {type(made).__name__}, which cannot be called with only the four "
-            "arguments of a LossFunction: further parameters need a default "
-            "(megarl.algorithms.interfaces)"
+            f"it constructs a {type(made).__name__}, which cannot be called as (data, global_valid_seqs, "
+            "global_valid_toks, next_token_logprobs=...): it gets log-probabilities, not logits, and further "
+            "parameters need a default (megarl.algorithms.interfaces)"
         )
     return (
         None
@@ -480,6 +480,11 @@ def environment_is_known(view: View) -> Iterator[Violation]:
                     fix = f"write {key}: {TOOLS}, or remove it, on the command line by ~{path}"
                     yield Violation(path, value, bound, fix)
         if name in REWARDED:
+            path = f"{section_key}.options"
+            if view.get(path):
+                bound = f"only a custom environment reads it, and {key} is {name!r}"
+                fix = f"name it: {key}: path/to/file.py:Class, or remove this section"
+                yield Violation(path, view[path], bound, fix)
             continue
         if not is_import_path(name):
             yield Violation(
@@ -517,8 +522,8 @@ def environments_have_names(view: View) -> Iterator[Violation]:
     env = view["env"]
     named = sorted(named_environments(env))
     view.require(bool(named))
-    for key in ("reward", "rewards", *keys_of(RewardOptions)):
-        if env.get(key) is not None:
+    for key in ("reward", "rewards", "options", *keys_of(RewardOptions)):
+        if env.get(key) not in (None, {}):
             bound = f"the environments of the run are {', '.join(named)}, and no record uses this key"
             yield Violation(f"env.{key}", env[key], bound, f"move it to env.{named[0]}")
     if not any(section.get("environment") == TOOLS for section in named_environments(env).values()):

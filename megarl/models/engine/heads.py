@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from megarl.algorithms.interfaces import checked_result
 from megarl.models.engine.logprobs import TokenScores, VocabularyShard, vocab_parallel_scores
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.normalizers import Normalizers
@@ -303,9 +304,8 @@ def _loss_of(
             # Autograd does not keep the gradient of a tensor that is not a leaf, so reduce it to one number
             # in a hook.
             values.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
-    loss, metrics = loss_fn(
-        model_input.micro_batch.data, normalizers.valid_sequences, normalizers.valid_tokens, **read
-    )
+    given = model_input.micro_batch.data, normalizers.valid_sequences, normalizers.valid_tokens
+    loss, metrics = checked_result(loss_fn, loss_fn(*given, **read))
     # Clone metrics. A metric may be the loss tensor itself, whose storage a pipeline schedule may free after
     # the backward pass.
     kept = {

@@ -517,15 +517,3 @@ def vocab_parallel_scores(
         others[0].view(targets.shape) if with_entropies else None,
         None if further is None else others[-1].view(further.shape),
     )
-
-
-def vocab_parallel_logprobs(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    shard: VocabularyShard,
-    sampling: SamplingSettings = MODEL_ITSELF,
-    *,
-    overwrite: bool = False,
-) -> torch.Tensor:
-    """Compute the log-probabilities of ``vocab_parallel_scores`` alone."""
-    return vocab_parallel_scores(logits, targets, shard, sampling, overwrite=overwrite).logprobs

@@ -73,12 +73,15 @@ class GenerationOutputSpec(TypedDict):
         logprobs: float32 [B, S'], log-probabilities of the response tokens; 0 on the prompt and on padding.
             NaN if the engine does not know them: vLLM returns those of greedy tokens before the temperature
             is applied, so they are valid only at temperature 1.
+        truncated: bool [B], the response ended at a length limit. Without this column, it did unless its
+            last token is a stop token; an engine that ends responses at stop strings must return it.
     """
 
     output_ids: torch.Tensor
     generation_lengths: torch.Tensor
     unpadded_sequence_lengths: torch.Tensor
     logprobs: torch.Tensor
+    truncated: NotRequired[torch.Tensor]
 
 
 def verify_right_padding(
@@ -179,7 +182,9 @@ class GenerationInterface(ABC):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, *, sampling: Sampling | None = None
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a response to every prompt.
+        """Generate a response to every prompt, within the limits and with the stop tokens and strings of
+        ``policy.generation``. ``sampling`` and ``stopping`` of this package have what an engine in Python
+        needs for it.
 
         Args:
             data: the prompts.
