@@ -15,13 +15,12 @@ from converters.files.reading import first_special
 from megarl.config.policy import TokenizerConfig
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
 from megarl.data.conversations import ConversationEncoder, EncodedConversation
+from megarl.data.messages import ChatMessage, ToolDeclaration
 from megarl.data.records import Record
 from megarl.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from megarl.data.messages import ChatMessage, ToolDeclaration
 
 
 logger = logging.getLogger(__name__)
