@@ -20,7 +20,8 @@ from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ChatMessage = Mapping[str, Any]
+    from megarl.data.messages import ChatMessage, ToolCall, ToolDeclaration
+
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that concatenates the contents of the messages and adds nothing."""
@@ -106,7 +107,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[ToolDeclaration] = (),
         origin: str = "the conversation",
         *,
         for_generation: bool = False,
@@ -138,7 +139,7 @@ class ChatTemplate:
         return text
 
     def encode_marked(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDeclaration], origin: str
     ) -> tuple[list[int], list[int]]:
         """Return the token ids of a conversation, and a mask that is 1 on tokens inside ``{% generation %}``.
         Errors are those of ``render``."""
@@ -149,7 +150,7 @@ class ChatTemplate:
     def _apply(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolDeclaration],
         origin: str,
         options: Mapping[str, Any],
     ) -> Any:
@@ -173,7 +174,7 @@ class ChatTemplate:
             ) from error
 
     def _call(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDeclaration], options: Mapping[str, Any]
     ) -> Any:
         further = {"tools": list(map(dict, tools))} if tools else {}
         with _bounded():
@@ -182,7 +183,7 @@ class ChatTemplate:
             )
 
     def _failing_turn(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDeclaration], options: Mapping[str, Any]
     ) -> str:
         """Describe the turn at which the template fails, for a message: the one after the longest prefix that
         can be rendered."""
@@ -221,7 +222,7 @@ class ChatTemplate:
             return dict(call)
         return {**call, "arguments": self._shaped_arguments(call, origin)}
 
-    def _shaped_arguments(self, call: Mapping[str, Any], origin: str) -> Any:
+    def _shaped_arguments(self, call: ToolCall, origin: str) -> Any:
         given = call["arguments"]
         if self._wants_text:
             return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)

@@ -20,6 +20,7 @@ from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
     from megarl.config.data_sources import DataSource
+    from megarl.data.rows import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ def _warn_of_unread(source: DataSource) -> None:
             )
 
 
-def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tuple[str, Mapping[str, Any]]:
+def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tuple[str, Fields]:
     for origin, row in rows_of(source):
         if not skips_bad_records:
             require_object(row, _WANTED[kind][-1], origin)
@@ -184,7 +185,7 @@ def _in_words(value: str | Sequence[str]) -> str:
     return value if isinstance(value, str) else json.dumps(value).replace('"', "").replace(" ", "")
 
 
-def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterator[Reading]:
+def _readings(row: Fields, source: DataSource, kind: Kind) -> Iterator[Reading]:
     """Yield all ways to read a record that are consistent with the source's own keys."""
     own_prompt, own_answer = source.get("prompt_key"), source.get("answer_key")
     prompts = list(_prompts(row, kind)) if own_prompt is None else [own_prompt]
@@ -199,7 +200,7 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
             yield {"prompt_key": prompt, "answer_key": answer}
 
 
-def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Reading]:
+def _whole_text(row: Fields, source: DataSource, kind: Kind) -> list[Reading]:
     """Return the reading of a row that consists of a single text, as in language-model pre-training. Empty
     for any other row."""
     usual = (_PROMPTS, _TEXTS, _ANSWERS, _FINAL_ANSWERS, _CONVERSATIONS, _SYSTEMS, _TOOLS, _BESIDE_TEXTS)
@@ -209,9 +210,7 @@ def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[
     return [{"prompt_key": [], "answer_key": "text"}] if is_alone else []
 
 
-def _conversations(
-    row: Mapping[str, Any], own_answer: Any, answers: Sequence[Any], kind: Kind
-) -> Iterator[Reading]:
+def _conversations(row: Fields, own_answer: Any, answers: Sequence[Any], kind: Kind) -> Iterator[Reading]:
     for name in (*_CONVERSATIONS, "text"):
         if _roles(row.get(name))[-1:] != ["assistant"]:
             continue
@@ -222,7 +221,7 @@ def _conversations(
                 yield {"messages_key": name, "answer_key": answer}
 
 
-def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -> Iterator[Reading]:
+def _pairs(row: Fields, source: DataSource, prompts: Sequence[Any]) -> Iterator[Reading]:
     own_chosen, own_rejected = map(source.get, PAIR_KEYS)
     for usual_chosen, usual_rejected in _PAIRS:
         chosen, rejected = own_chosen or usual_chosen, own_rejected or usual_rejected
@@ -239,7 +238,7 @@ def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -
                 yield {"prompt_key": prompt, **reading}
 
 
-def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
+def _prompts(row: Fields, kind: Kind) -> Iterator[str | list[str]]:
     """Yield the fields, or lists of fields, that may hold the prompt."""
     names = _present(row, _PROMPTS)
     if "input" in row and "instruction" not in row:
@@ -271,7 +270,7 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
             yield name
 
 
-def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
+def _answers(row: Fields, kind: Kind) -> Iterator[str | list[str]]:
     """Yield the fields, or lists of fields, that may hold the answer."""
     if kind is Kind.ANSWERS:
         yield from _present(row, _ANSWERS)
@@ -296,22 +295,20 @@ def _names_function(metadata: Any) -> bool:
     return isinstance(metadata, str | Mapping) and "func_name" in metadata
 
 
-def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def _present(row: Fields, names: Sequence[str]) -> list[str]:
     """Return the names of the fields that a record has. Null fields are dropped, unless all are null."""
     found = [name for name in names if name in row]
     return [name for name in found if row[name] is not None] or found
 
 
-def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
+def _fault_of_reading(row: Fields, reading: Reading, kind: Kind, origin: str) -> str | None:
     """Return a message about what a reading would leave out of the prompt, or None."""
     named: Any = reading.get("prompt_key", reading.get("messages_key", reading.get("chosen_key")))
     keys = fields_of_key(named)
     return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)
 
 
-def _beside(
-    row: Mapping[str, Any], source: DataSource, found: Reading, origin: str
-) -> Iterator[tuple[str, Any]]:
+def _beside(row: Fields, source: DataSource, found: Reading, origin: str) -> Iterator[tuple[str, Any]]:
     """Yield keys for a record's secondary fields: its system message, its tools, and the fields that verl's
     rewards read."""
     if source.get("system_key") is None:
@@ -333,7 +330,7 @@ def _beside(
             yield "extra_keys", extra
 
 
-def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> bool:
+def _system_lists_tools(row: Fields, found: Reading, origin: str) -> bool:
     """Return whether a record's system message already lists the tools as text."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
     systems: list[Any] = list(map(row.get, _SYSTEMS))
@@ -346,7 +343,7 @@ def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> 
     return any(isinstance(text, str) and "<tools>" in text for text in systems)
 
 
-def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:
+def _are_tools(row: Fields, source: DataSource, name: str) -> bool:
     try:
         tools_of(row, cast("DataSource", {**source, "tools_key": name}), "")
     except RecordError:
@@ -354,7 +351,7 @@ def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:
     return True
 
 
-def _is_gsm8k(row: Mapping[str, Any], source: DataSource, found: Reading, kind: Kind) -> bool:
+def _is_gsm8k(row: Fields, source: DataSource, found: Reading, kind: Kind) -> bool:
     """Return whether the reference answers are GSM8K solutions, of which only the text after ``####`` is
     compared."""
     own = any(source.get(key) is not None for key in FIELD_KEYS)

@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat_template import ChatMessage, ChatTemplate
+from megarl.data.chat_template import ChatTemplate
 from megarl.errors import RecordError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.messages import ChatMessage, ToolCall, ToolDeclaration
 
 # Field names of reasoning in DeepSeek's API, in vLLM, and in Harmony's template.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -77,7 +79,7 @@ class ConversationEncoder:
         return ids if ids[: len(leading)] == leading else leading + ids
 
     def encode(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDeclaration], origin: str
     ) -> EncodedConversation:
         """Tokenize a conversation, and locate the assistant's turns.
 
@@ -160,7 +162,7 @@ class ConversationEncoder:
     def _by_marks(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolDeclaration],
         origin: str,
         spoken: Sequence[int],
     ) -> EncodedConversation:
@@ -306,7 +308,7 @@ class _Whole:
         self,
         template: ChatTemplate,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolDeclaration],
         origin: str,
     ) -> None:
         self.template, self.messages, self.tools, self.origin = template, messages, tools, origin
@@ -568,14 +570,14 @@ def reasoning_of(message: ChatMessage) -> str:
     return inside.rpartition("<think>")[2]
 
 
-def with_arguments(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def with_arguments(call: ToolCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a tool call with its arguments replaced."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": {**call["function"], "arguments": arguments}}
     return {**call, "arguments": arguments}
 
 
-def arguments_of(call: Mapping[str, Any]) -> Any:
+def arguments_of(call: ToolCall) -> Any:
     """Return the arguments of a tool call. JSON text is parsed; a text that is not JSON is returned
     unchanged, because a template may write it as it is."""
     function = call["function"] if isinstance(call.get("function"), Mapping) else call

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config.data_sources import DataConfig, DataSource
+    from megarl.data.messages import ToolDeclaration
+    from megarl.data.rows import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class Example:
     answer: str
     targets: tuple[tuple[int, int], ...] | None = None
     env_name: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
     is_chat: bool = False
 
 
@@ -290,7 +292,7 @@ class Reading:
     pairs: bool = False
     stop_tokens: tuple[int, ...] = ()
     template_date: datetime.date | None = None
-    tools: Mapping[str | None, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    tools: Mapping[str | None, Sequence[ToolDeclaration]] = field(default_factory=dict)
 
     def encoder(self, env_name: str | None = None) -> PromptEncoder:
         """Return the encoder for a source that names the environment ``env_name``."""
@@ -323,7 +325,7 @@ class Reading:
         """Number of examples per record."""
         return 2 if self.pairs else 1
 
-    def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | Doubt | None] | None:
+    def judge_of(self, env_name: str | None) -> Callable[[str, Fields], str | Doubt | None] | None:
         """Return a function of an answer and its record's further fields that checks the answer, or None if
         answers are not checked.
 
@@ -1024,7 +1026,7 @@ def _characters(record: Record) -> int:
 
 def _judged(
     examples: Examples,
-    find: Callable[[str, Mapping[str, Any]], str | Doubt | None] | None,
+    find: Callable[[str, Fields], str | Doubt | None] | None,
     source: DataSource,
 ) -> str:
     """Check all answers of a table, and return the warnings about them.

@@ -6,9 +6,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.errors import RecordError
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+"""A message of a conversation: ``role`` and ``content``; ``tool_calls`` of an assistant; ``name`` and
+``tool_call_id`` of a tool; and any further key that a chat template reads."""
+
+ToolDeclaration: TypeAlias = Mapping[str, Any]
+"""A tool as chat templates take it: ``{"type": "function", "function": {"name", "description",
+"parameters"}}``, where the parameters are a JSON schema."""
+
+ToolCall: TypeAlias = Mapping[str, Any]
+"""A call of a tool: ``name`` and ``arguments``, by themselves or as the value of ``function``."""
 
 _ROLES = {
     "system": "system",
@@ -86,7 +97,7 @@ def are_messages(value: Any) -> bool:
     )
 
 
-def role_of(message: Mapping[str, Any]) -> str | None:
+def role_of(message: ChatMessage) -> str | None:
     """Return the role of a stored message under its common name, or None if it has no role."""
     given = message.get("role") if message.get("role") is not None else message.get("from")
     if not isinstance(given, str):
@@ -115,9 +126,7 @@ def _messages_in_transcript(text: str) -> list[dict[str, str]] | None:
     ]
 
 
-def _message(
-    given: Mapping[str, Any], key: str, place: int, origin: str, pending: list[str]
-) -> dict[str, Any]:
+def _message(given: ChatMessage, key: str, place: int, origin: str, pending: list[str]) -> dict[str, Any]:
     """Convert one message. ``pending`` holds the ids of converted calls whose results have not come yet."""
     where = f"{origin}: {key}[{place}]"
     message = dict(given)

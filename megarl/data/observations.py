@@ -12,16 +12,15 @@ next prompt then does not start with the sampled tokens, and ``History`` compute
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.data.chat_template import (
     ASKED,
     FOLLOWING,
     PROBE,
     REASONED,
-    ChatMessage,
     ChatTemplate,
     special_ids,
 )
@@ -31,6 +30,8 @@ from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.messages import ChatMessage, ToolDeclaration
 
 _ORIGIN = "an observation"
 
@@ -133,7 +134,7 @@ class ObservationEncoder:
         self._written_roles.add(role)
 
     def encode_prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDeclaration], origin: str
     ) -> list[int]:
         """Tokenize a conversation, including the header of the assistant's next turn."""
         return self.tokens(self.template.render(messages, tools, origin, for_generation=True))

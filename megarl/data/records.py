@@ -22,8 +22,9 @@ from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
     from megarl.config.data_sources import DataSource
+    from megarl.data.messages import ChatMessage, ToolDeclaration
+    from megarl.data.rows import Fields
 
-ChatMessage = Mapping[str, Any]
 Found = TypeVar("Found")
 
 _SYSTEM = frozenset({"system", "developer"})
@@ -83,9 +84,9 @@ class Record:
     answer: str
     origin: str
     last: ChatMessage | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[ToolDeclaration, ...] = ()
     system: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
 
     @property
     def has_system(self) -> bool:
@@ -214,7 +215,7 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
     return chosen, rejected
 
 
-def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+def ranked_pair(row: Fields, origin: str) -> Fields:
     """Convert a row in NeMo-RL's format (a context with two ranked completions) to a prompt with a chosen and
     a rejected answer. Any other row is returned unchanged.
 
@@ -243,7 +244,7 @@ def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
     }
 
 
-def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
+def _with_system(record: Record, row: Fields, source: DataSource) -> Record:
     """Set a record's system message from the field that the source names, if the field is not null.
 
     Raises:
@@ -278,7 +279,7 @@ def require_object(row: Any, form: str, origin: str) -> None:
         raise RecordError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write {form}{lines}")
 
 
-def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origin: str) -> Record:
+def _answered_record(row: Fields, key: str, source: DataSource, origin: str) -> Record:
     """Build the record of a row's prompt with one of its two answers."""
     value, tools = value_of(row, key, origin), tools_of(row, source, origin)
     prompt_key = source.get("prompt_key")
@@ -377,7 +378,7 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
 
 
 def _prompt_in(
-    row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool
+    row: Fields, key: str | list[str], origin: str, is_padded: bool
 ) -> str | tuple[ChatMessage, ...]:
     """Return the prompt of a row. Texts of several fields are joined by blank lines; empty ones are
     dropped."""
@@ -394,7 +395,7 @@ def _prompt_in(
     return "\n\n".join(filter(str.strip, texts))
 
 
-def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
+def _answer_in(row: Fields, key: str | list[str], origin: str) -> str:
     """Return the reference answer of a row. Several fields become a JSON object whose keys are the last parts
     of the field names."""
     if isinstance(key, str):
@@ -409,7 +410,7 @@ def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str
         ) from error
 
 
-def value_of(row: Mapping[str, Any], key: str, origin: str) -> Any:
+def value_of(row: Fields, key: str, origin: str) -> Any:
     """Return the value of a row at a key, which may be a path into objects and lists. Errors are those of
     ``value_at``."""
     return value_at(row, key, _steps(key), origin)
@@ -534,13 +535,13 @@ def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str
     return tuple(_without_nulls(message, is_padded) for message in value)
 
 
-def _is_message(message: Mapping[str, Any]) -> bool:
+def _is_message(message: ChatMessage) -> bool:
     content = message.get("content")
     is_said = isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
     return isinstance(message.get("role"), str) and is_said
 
 
-def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str) -> Record:
+def _conversation_record(row: Fields, source: DataSource, origin: str) -> Record:
     key = source["messages_key"]
     messages = conversation(value_of(row, key, origin), key, origin, is_table(source))
     tools = tools_of(row, source, origin)
@@ -627,7 +628,7 @@ def without_padding(value: Any) -> Any:
     return list(map(without_padding, value)) if isinstance(value, list) else value
 
 
-def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str, Any]:
+def _fields(row: Fields, source: DataSource, origin: str) -> dict[str, Any]:
     """Return the further fields of a record (``extra_keys``).
 
     Raises:
@@ -645,7 +646,7 @@ def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str
     return found
 
 
-def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[Mapping[str, Any], ...]:
+def tools_of(row: Fields, source: DataSource, origin: str) -> tuple[ToolDeclaration, ...]:
     """Return the tools of a record. Empty if the source names no field for them, or the field is empty.
 
     Raises:
@@ -675,7 +676,7 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
     return tuple(map(_tool, value))
 
 
-def _tool(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _tool(given: ToolDeclaration) -> ToolDeclaration:
     """Return a tool in OpenAI's format, which templates expect: a bare function (``functions``, ShareGPT's
     ``tools``) is wrapped."""
     is_bare = (

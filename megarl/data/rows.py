@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from converters.errors import ConversionError
 from converters.files.reading import DEEPEST, check_depth, first_special, special_kind
@@ -20,6 +20,9 @@ from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
     from megarl.config.data_sources import DataSource
+
+Fields: TypeAlias = Mapping[str, Any]
+"""An object of a data file: the value of each of its fields, whose names and types only its author knows."""
 
 Row = tuple[str, Any]
 """A row's location for messages (``train.jsonl line 7``) and its value. The value is usually an object; for a
@@ -440,7 +443,7 @@ def _was_saved_to_disk(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
-def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], origin: str) -> Any:
+def value_at(row: Fields, key: str, steps: tuple[str | int, ...], origin: str) -> Any:
     """Return the value of a row at a key. A field whose name is the whole key takes precedence over the path.
 
     Raises:

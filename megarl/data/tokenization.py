@@ -15,7 +15,8 @@ from converters.files.reading import first_special
 from megarl.config.policy import TokenizerConfig
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
 from megarl.data.conversations import ConversationEncoder, EncodedConversation
-from megarl.data.records import ChatMessage, Record
+from megarl.data.messages import ChatMessage, ToolDeclaration
+from megarl.data.records import Record
 from megarl.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -266,8 +267,8 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         stop_tokens: Sequence[int] = (),
         date: datetime.date | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        named_tools: Mapping[str | None, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
+        tools: Sequence[ToolDeclaration] = (),
+        named_tools: Mapping[str | None, Sequence[ToolDeclaration]] = MappingProxyType({}),
     ) -> None:
         """Args:
             tokenizer: tokenizer from ``get_tokenizer``.

@@ -6,16 +6,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import RecordError
+
+if TYPE_CHECKING:
+    from megarl.data.rows import Fields
 
 _CHOICES = ("choices", "options")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _PLACE_OF_MEDIA = re.compile(r"<(?:image|video|audio)(?:[ _]?\d+)?>")
 
 
-def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: bool) -> str | None:
+def fault_of_columns(row: Fields, prompts: Sequence[Any], learns: bool) -> str | None:
     """Return a message about columns that inferred keys ignore although they matter, with its fix, or None.
 
     This check is only for inferred keys: a user who names keys has decided to ignore the other columns.
@@ -63,7 +66,7 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
     return None
 
 
-def refuse_media(row: Mapping[str, Any], texts: Sequence[str], origin: str) -> None:
+def refuse_media(row: Fields, texts: Sequence[str], origin: str) -> None:
     """Reject a record whose text contains a placeholder for an image, video or sound that a column holds.
 
     Raises:
@@ -79,7 +82,7 @@ def refuse_media(row: Mapping[str, Any], texts: Sequence[str], origin: str) -> N
         )
 
 
-def _media_of(row: Mapping[str, Any]) -> str | None:
+def _media_of(row: Fields) -> str | None:
     return next((name for name in _MEDIA if row.get(name)), None)
 
 

@@ -28,6 +28,7 @@ from megarl.time_limit import OutOfTimeError, time_limit
 
 if TYPE_CHECKING:
     from megarl.data.datasets import Example
+    from megarl.data.messages import ToolDeclaration
     from megarl.data.records import Doubt
 
 logger = logging.getLogger(__name__)
@@ -312,12 +313,12 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
     return None if found is None else str(found)
 
 
-def tools_told(environment: Environment | None) -> dict[str | None, Sequence[Mapping[str, Any]]]:
+def tools_told(environment: Environment | None) -> dict[str | None, Sequence[ToolDeclaration]]:
     """Map environment names to the tools that the chat template shows. The key None stands for the only
     environment."""
     met: dict[Any, Any] = dict(environment.environments) if isinstance(environment, NamedEnvironments) else {}
     met[None] = next(iter(met.values())) if len(met) == 1 else environment
-    told: dict[str | None, Sequence[Mapping[str, Any]]] = {}
+    told: dict[str | None, Sequence[ToolDeclaration]] = {}
     for name, each in met.items():
         if tools := getattr(each, "tools", ()):
             told[name] = tools

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.data.datasets import Example
+    from megarl.data.messages import ChatMessage
     from megarl.data.observations import History, ObservationEncoder
     from megarl.observe.timing import PhaseTimer
 
@@ -407,7 +408,7 @@ class EpisodeRunner:
             elif prompt is not None:
                 self._replace_prompt(episode, prompt)
 
-    def _replace_prompt(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _replace_prompt(self, episode: Episode, messages: Sequence[ChatMessage]) -> None:
         """Replace an episode's prompt by messages of its environment.
 
         Raises:
@@ -528,7 +529,7 @@ class EpisodeRunner:
             episode.parts[name] = value
         episode.last = said, row
 
-    def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _observe(self, episode: Episode, messages: Sequence[ChatMessage]) -> None:
         """Append an observation to an episode, or end the episode if no token would be left for a
         response."""
         assert self._encoder is not None
@@ -553,7 +554,7 @@ class EpisodeRunner:
             episode.segment.observed(np.asarray(tokens, np.int64))
 
     def _other_segment(
-        self, episode: Episode, messages: Sequence[Mapping[str, Any]], observed: int
+        self, episode: Episode, messages: Sequence[ChatMessage], observed: int
     ) -> Segment | None:
         """Return the new segment that starts with an observation if the chat template rewrites earlier
         responses there, else None."""
@@ -578,7 +579,7 @@ class EpisodeRunner:
         return Request(episode.segment.tokens, seed, most, episode.stop_strings)
 
 
-def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
+def messages_of(observation: Any) -> Sequence[ChatMessage]:
     """Convert an observation to a list of messages. A text becomes a user message.
 
     Lone surrogates, which may come from a tool's JSON and which no tokenizer accepts, become U+FFFD.
@@ -596,7 +597,7 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
             "Fix: return a text, a message with role and content, or a list of messages; or "
             "terminated = True"
         )
-    return cast("Sequence[Mapping[str, Any]]", _whole_characters(found))
+    return cast("Sequence[ChatMessage]", _whole_characters(found))
 
 
 def _is_message(value: Any) -> bool:

@@ -28,13 +28,10 @@ from megarl.rollout.tools.parsers import BadCallError, Calls, parser_of
 
 if TYPE_CHECKING:
     from megarl.data.datasets import Example
+    from megarl.data.messages import ChatMessage, ToolDeclaration
     from megarl.data.records import Doubt
 
 logger = logging.getLogger(__name__)
-
-Message = Mapping[str, Any]
-"""A chat message with ``role`` and ``content``. An assistant message may also have ``tool_calls``; a tool
-message has ``name`` and ``tool_call_id``."""
 
 # Failures of an environment that are logged one by one; later ones are only counted.
 _TOLD = 3
@@ -69,7 +66,7 @@ class Step:
         reason: why the conversation ended; None means done.
     """
 
-    messages: str | Message | Sequence[Message] = ()
+    messages: str | ChatMessage | Sequence[ChatMessage] = ()
     reward: float = 0.0
     done: bool = False
     accuracy: float | None = None
@@ -88,17 +85,17 @@ class MessageEnv:
             policy; its calls arrive as ``message["tool_calls"]``.
     """
 
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[ToolDeclaration] = ()
 
     def __init__(self, section: EnvConfig) -> None:
         self.section = section
         self.record: Example
 
-    def reset(self, record: Example) -> Sequence[Message] | None:
+    def reset(self, record: Example) -> Sequence[ChatMessage] | None:
         """Start a conversation. Return messages to replace the record's prompt, or None to keep it."""
         return None
 
-    def step(self, message: Message) -> Step:
+    def step(self, message: ChatMessage) -> Step:
         """Process one response and return its result.
 
         A response that was truncated by a length limit is passed too. Its reward counts, but the conversation
@@ -159,7 +156,7 @@ class MessageEnvironment:
     def _parse(self) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
         return parser_of(self._section["tool_parser"], self.tools)
 
-    def begin(self, record: Example) -> tuple[MessageEnv | None, Sequence[Message] | None]:
+    def begin(self, record: Example) -> tuple[MessageEnv | None, Sequence[ChatMessage] | None]:
         """Start a conversation from a record.
 
         Returns:
@@ -226,7 +223,7 @@ class MessageEnvironment:
     def close(self) -> None:
         """Do nothing: all resources belong to conversations, which ``end`` closes."""
 
-    def _message(self, turn: Turn) -> Message | str:
+    def _message(self, turn: Turn) -> ChatMessage | str:
         """Convert the response to an assistant message. Return an error text for the policy if a tool call in
         the response cannot be parsed."""
         try:
@@ -260,7 +257,7 @@ def _text_of(error: BaseException) -> str:
         return f"(its text fails: {type(another).__name__})"
 
 
-def _answers_to(message: Message, text: str) -> Sequence[Message]:
+def _answers_to(message: ChatMessage, text: str) -> Sequence[ChatMessage]:
     """Wrap a text as the reply of every tool that the message calls, or as a user message if it calls
     none."""
     calls = message.get("tool_calls") or ()

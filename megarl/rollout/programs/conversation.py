@@ -14,10 +14,13 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.rollout.programs.inside import decode, encode
 from megarl.rollout.programs.process import LONGEST_OUTPUT, Limits, file_of, python_command, running
+
+if TYPE_CHECKING:
+    from megarl.rollout.programs.inside import Reply, Request, Task
 
 _SOURCE = (Path(__file__).parent / "inside.py").read_text(encoding="utf-8")
 INSIDE = f"import marshal\nexec(marshal.loads({marshal.dumps(compile(_SOURCE, 'inside.py', 'exec'))!r}))"
@@ -102,13 +105,15 @@ class Conversation:
         """Call a function of the program. Return its result and, with ``back``, the arguments after the call,
         since the function may have modified them."""
         named = {key: _encoded(value) for key, value in (keywords or {}).items()}
-        request = {
-            "do": "call",
-            "function": _encoded(function),
-            "arguments": _encoded(list(arguments)),
-            "keywords": named,
-        }
-        answer = self._answer({**request, "back": back})
+        answer = self._answer(
+            {
+                "do": "call",
+                "function": _encoded(function),
+                "arguments": _encoded(list(arguments)),
+                "keywords": named,
+                "back": back,
+            }
+        )
         left = self._decoded(answer.get("back", [])) if back else []
         return self._value(answer), left if isinstance(left, list) else []
 
@@ -129,15 +134,15 @@ class Conversation:
         token = os.urandom(16).hex()
         return bool(self._value(self._answer({"do": "echo", "token": token})) == token)
 
-    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _answer(self, request: Request) -> Reply:
         data = json.dumps(request).encode() + b"\n"
         try:
             while data:
                 data = data[os.write(self._asked, data) :]
         except BrokenPipeError:
             raise EndedError from None
-        answer = json.loads(self._line())
-        if not isinstance(answer, Mapping):
+        answer: Reply = json.loads(self._line())
+        if not isinstance(answer, dict):
             raise ValueError("the reply of a program is not an object")
         kinds = answer.get("raised")
         if isinstance(kinds, list):
@@ -159,7 +164,7 @@ class Conversation:
         line, _, self._read = b"".join(parts).partition(b"\n")
         return line
 
-    def _value(self, answer: Mapping[str, Any]) -> Any:
+    def _value(self, answer: Reply) -> Any:
         if "value" not in answer:
             raise ValueError("the reply of a program has no value")
         return self._decoded(answer["value"])
@@ -194,7 +199,7 @@ def _encoded_remote(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversation]:
+def conversation(task: Task, limits: Limits) -> Iterator[Conversation]:
     """Run a program, and yield a ``Conversation`` with it.
 
     Args:

@@ -10,9 +10,12 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.rollout.programs.files_of_tests import statements_of_file
+
+if TYPE_CHECKING:
+    from megarl.data.rows import Fields
 
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)[^`\n]*+$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
@@ -190,7 +193,7 @@ def _unpacked(text: str, what: str) -> bytes | None:
     return content
 
 
-def _tests_in(given: Any, metadata: Mapping[str, Any]) -> Iterator[Test]:
+def _tests_in(given: Any, metadata: Fields) -> Iterator[Test]:
     if isinstance(given, Mapping):
         yield from _tests_of_object(given, metadata)
         return
@@ -205,7 +208,7 @@ def _tests_in(given: Any, metadata: Mapping[str, Any]) -> Iterator[Test]:
             raise ValueError("a test is neither a statement nor an object with input and output")
 
 
-def _tests_of_object(given: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[Test]:
+def _tests_of_object(given: Fields, metadata: Fields) -> Iterator[Test]:
     inner = {**metadata, **_metadata_of(given)}
     if given.get("fn_name"):
         inner["func_name"] = given["fn_name"]
@@ -225,7 +228,7 @@ def _tests_of_object(given: Mapping[str, Any], metadata: Mapping[str, Any]) -> I
             yield _test(each, expected, inner.get("func_name"))
 
 
-def _statements(given: Mapping[str, Any], names: Sequence[str]) -> Iterator[Test]:
+def _statements(given: Fields, names: Sequence[str]) -> Iterator[Test]:
     imports = given.get("test_imports") or []
     lines = [imports] if isinstance(imports, str) else list(imports)
     setup = "\n".join([*lines, given.get("test_setup_code") or ""]).strip()
@@ -236,14 +239,14 @@ def _statements(given: Mapping[str, Any], names: Sequence[str]) -> Iterator[Test
             yield Test(statement=f"{setup}\n{statement}" if setup else statement)
 
 
-def _metadata_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata_of(given: Fields) -> Fields:
     found = _parsed(given.get("metadata") or {}, "metadata")
     if not isinstance(found, Mapping):
         raise ValueError("metadata is no object")
-    return dict(found)
+    return found
 
 
-def _test_of_pair(given: Mapping[str, Any], metadata: Mapping[str, Any]) -> Test:
+def _test_of_pair(given: Fields, metadata: Fields) -> Test:
     name = given.get("fn_name") or metadata.get("func_name") or metadata.get("fn_name")
     kind = given.get("testtype") or given.get("type") or ("functional" if name else "stdin")
     is_call = kind in ("functional", "function_call")

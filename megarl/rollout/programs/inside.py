@@ -19,9 +19,38 @@ import types
 # Importing typing would take longer than running a test. Type checkers recognise this constant by its name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from decimal import Decimal
-    from typing import Any
+    from typing import Any, TypedDict
+
+    class Task(TypedDict):
+        """A program, and what is imported in advance for it."""
+
+        code: str
+        packages: list[str]
+        function: str
+        given_names: Sequence[str]
+        given_modules: Sequence[str]
+
+    class Request(TypedDict, total=False):
+        """A request to a program: the kind, which is a method of ``_Program``, and its arguments."""
+
+        do: str
+        name: str
+        function: Any
+        arguments: Any
+        keywords: Mapping[str, Any]
+        back: bool
+        statement: str
+        token: str
+
+    class Reply(TypedDict, total=False):
+        """Reply of a program: encoded values, or the classes of an exception."""
+
+        value: Any
+        back: Any
+        raised: list[str]
+
 
 _SMALL = 1 << 62
 _LONGEST_NUMBER = 1 << 18
@@ -153,11 +182,11 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
 class _Program:
     """An executed program: its global names, and the objects that requests refer to by index."""
 
-    def __init__(self, names: dict[str, Any], given: Mapping[str, Any]) -> None:
+    def __init__(self, names: dict[str, Any], given: Mapping[str, object]) -> None:
         self._names, self._given = names, given
         self._objects: list[Any] = []
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, request: Request) -> Reply:
         try:
             return getattr(self, f"_{request['do']}")(request)
         except BaseException as error:
@@ -179,38 +208,40 @@ class _Program:
     def _decoded(self, coded: Any) -> Any:
         return decode(coded, self._find)
 
-    def _name(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _name(self, request: Request) -> Reply:
         name = request["name"]
         if name not in self._names and not hasattr(builtins, name):
             raise NameError(name)
         value = self._names[name] if name in self._names else getattr(builtins, name)
         return {"value": encode(value, self._keep)}
 
-    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, request: Request) -> Reply:
         arguments = self._decoded(request["arguments"])
         keywords = {key: self._decoded(value) for key, value in request["keywords"].items()}
-        answer = {"value": encode(self._decoded(request["function"])(*arguments, **keywords), self._keep)}
+        answer: Reply = {
+            "value": encode(self._decoded(request["function"])(*arguments, **keywords), self._keep)
+        }
         if request["back"]:
             answer["back"] = encode(arguments, self._keep)
         return answer
 
-    def _solve(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _solve(self, request: Request) -> Reply:
         name = request["name"]
         # A name that the task supplied is not the program's function, even if it has the wanted name.
         own = self._names.get(name) if self._names.get(name) is not self._given.get(name) else None
         function = own or getattr(self._names["Solution"](), name)
         return {"value": encode(function(*self._decoded(request["arguments"])), self._keep)}
 
-    def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _run(self, request: Request) -> Reply:
         exec(compile(request["statement"], "test.py", "exec", dont_inherit=True), self._names)
         return {"value": None}
 
-    def _echo(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _echo(self, request: Request) -> Reply:
         return {"value": request["token"]}
 
 
-def _imported(task: Mapping[str, Any]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+def _imported(task: Task) -> dict[str, object]:
+    given: dict[str, object] = {}
     for module in task["given_names"]:
         loaded = __import__(module)
         public = getattr(loaded, "__all__", None) or [

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.records import Doubt
 from megarl.rollout.programs.conversation import INSIDE, EndedError, RaisedError, conversation
@@ -28,6 +28,9 @@ from megarl.rollout.programs.forms import Test, program_in, tests_of
 from megarl.rollout.programs.inside import GIVEN_MODULES, GIVEN_NAMES
 from megarl.rollout.programs.process import STOPPED, Limits, file_of, python_command, running, text_in
 from megarl.rollout.programs.statements import holds, reason_against, reason_to_doubt
+
+if TYPE_CHECKING:
+    from megarl.rollout.programs.inside import Task
 
 # Starting a program takes at least this long, so a test with less time left is skipped.
 _LEAST_SECONDS = 0.05
@@ -100,7 +103,7 @@ def _passes(code: str, test: Test, limits: Limits) -> bool | None:
         return code_of_end == 0 and same_output(text_in(written), test.expected)
 
 
-def _task(code: str, test: Test) -> dict[str, Any]:
+def _task(code: str, test: Test) -> Task:
     """Build the task for ``inside``. It contains no expected value."""
     is_part = bool(test.function) or "Solution(" in test.statement
     return {
@@ -114,7 +117,7 @@ def _task(code: str, test: Test) -> dict[str, Any]:
     }
 
 
-def _answers(task: dict[str, Any], test: Test, limits: Limits) -> bool | None:
+def _answers(task: Task, test: Test, limits: Limits) -> bool | None:
     with conversation(task, limits) as program:
         try:
             if test.function:

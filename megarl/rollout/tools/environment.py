@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvConfig
 from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
-from megarl.rollout.message_env import LOST, Message, MessageEnv, MessageEnvironment, Step
+from megarl.rollout.message_env import LOST, MessageEnv, MessageEnvironment, Step
 from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.tools.tool import Tool, Toolbox, tools_of
+
+if TYPE_CHECKING:
+    from megarl.data.messages import ChatMessage
 
 
 class ToolEnv(MessageEnv):
@@ -27,7 +30,7 @@ class ToolEnv(MessageEnv):
         self.tools = [tool.schema for tool in tools]
         self._toolbox, self._calls = Toolbox(tools), 0
 
-    def step(self, message: Message) -> Step:
+    def step(self, message: ChatMessage) -> Step:
         """Run the tool calls of a response. A response without calls ends the conversation."""
         calls = message.get("tool_calls") or ()
         if not calls:
@@ -37,7 +40,7 @@ class ToolEnv(MessageEnv):
             return Step(done=True, reason=StopReason.TOOLS)
         self._calls += len(calls)
         counts: Counter[str] = Counter({"tool_calls": len(calls)})
-        answers: list[Message] = []
+        answers: list[ChatMessage] = []
         for call in calls:
             name = call["function"]["name"]
             text, kind = self._answer(name, call["function"]["arguments"])

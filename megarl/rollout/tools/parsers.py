@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.config.environments import TOOL_PARSERS
 
@@ -41,6 +41,9 @@ _HARMONY = re.compile(
     r"(?:<\|constrain\|>\w++)?+<\|message\|>(.*?)(?=<\|call\|>|\Z)",
     re.DOTALL,
 )
+
+if TYPE_CHECKING:
+    from megarl.data.messages import ToolDeclaration
 
 
 def _hermes(text: str) -> Found:
@@ -115,7 +118,7 @@ assert tuple(_FORMS) == TOOL_PARSERS
 
 
 def parser_of(
-    name: str | None, tools: Iterable[Mapping[str, Any]] = ()
+    name: str | None, tools: Iterable[ToolDeclaration] = ()
 ) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
     """Return a function that parses the tool calls of a response.
 
@@ -148,7 +151,7 @@ def parser_of(
     return parse
 
 
-def _parameters_of_text(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _parameters_of_text(tools: Iterable[ToolDeclaration]) -> Iterator[tuple[str, str]]:
     for tool in tools:
         function = tool.get("function", {})
         for parameter, kind in function.get("parameters", {}).get("properties", {}).items():

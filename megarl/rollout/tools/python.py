@@ -17,9 +17,9 @@ import site
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from megarl.config.environments import ToolConfig
 from megarl.errors import ConfigError, RewardError, Violation
@@ -27,6 +27,9 @@ from megarl.rollout.message_env import EnvironmentLostError
 from megarl.rollout.programs import Limits, isolation
 from megarl.rollout.programs.conversation import Conversation, EndedError, RaisedError, conversation
 from megarl.rollout.programs.inside import GIVEN_MODULES
+
+if TYPE_CHECKING:
+    from megarl.rollout.programs.inside import Task
 
 _START_SECONDS = 60.0
 # Maximum lifetime of an interpreter in seconds, in case the run fails to end it.
@@ -52,6 +55,15 @@ def megarl_cell(text):
             builtins.print("".join(traceback.format_exception_only(error)).strip())
     return out.getvalue()
 """
+
+
+class _Reply(TypedDict, total=False):
+    """A line from the host of an interpreter, with one of these keys."""
+
+    ready: bool
+    output: str
+    ended: str
+    lost: str
 
 
 @dataclass(slots=True)
@@ -133,11 +145,11 @@ class Python:
             process.kill()
             process.wait()
             raise EnvironmentLostError(
-                f"no interpreter can be started: {(ready or {}).get('lost', 'it did not answer')}"
+                f"no interpreter can be started: {ready['lost'] if ready else 'it did not answer'}"
             )
         return process
 
-    def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
+    def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> _Reply | None:
         """Read the host's next reply. Return None on timeout."""
         assert process.stdout is not None
         until, read = time.monotonic() + timeout_s, b""
@@ -150,7 +162,7 @@ class Python:
                 if not piece:
                     return {"lost": "the host of the interpreter was killed"}
                 read += piece
-        found: dict[str, Any] = json.loads(read)
+        found: _Reply = json.loads(read)
         return found
 
     def close(self) -> None:
@@ -194,7 +206,7 @@ def _end_with_the_driver() -> None:
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
 
 
-def _output(program: Conversation, cell: Any, code: str) -> dict[str, Any]:
+def _output(program: Conversation, cell: Any, code: str) -> _Reply:
     try:
         return {"output": str(program.call(cell, [code]))}
     except (EndedError, RaisedError, ValueError, RecursionError):
@@ -208,7 +220,7 @@ def _output(program: Conversation, cell: Any, code: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _interpreter(limits: Limits) -> Iterator[Conversation]:
-    task = {
+    task: Task = {
         "code": _HOST,
         "packages": site.getsitepackages(),
         "given_names": [],
@@ -219,7 +231,7 @@ def _interpreter(limits: Limits) -> Iterator[Conversation]:
         yield program
 
 
-def _say(answer: Mapping[str, Any]) -> None:
+def _say(answer: _Reply) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

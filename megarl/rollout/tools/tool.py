@@ -9,7 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.config.environments import EnvConfig, ToolConfig, own_function, tool_sections
 from megarl.errors import ConfigError, Violation
@@ -17,6 +17,9 @@ from megarl.rollout.rewards import awaited
 from megarl.rollout.tools.calculator import calculate
 from megarl.rollout.tools.http import post
 from megarl.rollout.tools.search import DocumentIndex
+
+if TYPE_CHECKING:
+    from megarl.data.messages import ToolDeclaration
 
 Call: TypeAlias = Callable[..., Any]
 """Function that is called with the policy's arguments as keyword arguments. Its result is converted to text.
@@ -37,7 +40,7 @@ class Tool:
     """
 
     name: str
-    schema: Mapping[str, Any]
+    schema: ToolDeclaration
     begin: Callable[[], Call]
 
 
@@ -67,7 +70,7 @@ def _tool(name: str, section: ToolConfig, key: str) -> Tool:
 
 def _schema(
     name: str, description: str, properties: Mapping[str, Any], required: Sequence[str]
-) -> dict[str, Any]:
+) -> ToolDeclaration:
     parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
     return {
         "type": "function",
