@@ -884,7 +884,13 @@ def test_a_verifier_that_hangs_or_dies_costs_its_own_samples_alone(tmp_path: Pat
             val_at_start=False,
             val_at_end=False,
         )
-        config["env"] = {"reward": f"{path}:{name}", "processes": 2, "timeout_s": 1.0, "on_timeout": "mask"}
+        config["env"] = {
+            "reward": f"{path}:{name}",
+            "processes": 2,
+            "timeout_s": 1.0,
+            "on_timeout": "mask",
+            "on_error": "mask",
+        }
         assert run(config, PolicyMaker()) == 0
         [logged[name]] = comparable(tmp_path / name)
         [(_, file)] = list_samples(tmp_path / name / "samples", "train")
