@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 # Failures of an environment that are logged one by one; later ones are only counted.
 _TOLD = 3
 # Number of failures after which the run fails, if no response has succeeded yet: a bad response can cause one
-# failure, but hardly all of them.
-_MOST_FAILED = 256
+# failure, but hardly all of them. It is the number of responses of a step, within these bounds.
+_FEWEST_FAILED, _MOST_FAILED = 32, 256
 # Maximum characters of an exception's text in the log.
 _LONGEST_TOLD = 1000
 
@@ -147,6 +147,7 @@ class MessageEnvironment:
         )
         self.ends_at_once = getattr(make, "close", None) is MessageEnv.close
         self._told = self._failed = 0
+        self._most_failed = _MOST_FAILED
         self._works = False
         # Set the attribute only if there is a judge: the runner tests for it with `hasattr`.
         if judge is not None:
@@ -155,6 +156,11 @@ class MessageEnvironment:
     @cached_property
     def _parse(self) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
         return parser_of(self._section["tool_parser"], self.tools)
+
+    def judges_groups(self, step_rows: int) -> None:
+        """Set the number of responses per step. The run fails if the environment raises on all of those of
+        the first step, or on more."""
+        self._most_failed = min(max(step_rows, _FEWEST_FAILED), _MOST_FAILED)
 
     def begin(self, record: Example) -> tuple[MessageEnv | None, Sequence[ChatMessage] | None]:
         """Start a conversation from a record.
@@ -205,9 +211,9 @@ class MessageEnvironment:
         except (Exception, SystemExit) as error:
             self._tell(record, "failed on a response", error)
             self._failed += 1
-            if self._failed >= _MOST_FAILED and not self._works:
+            if self._failed >= self._most_failed and not self._works:
                 raise RewardError(
-                    f"{type(conversation).__name__}.step raised on each of the first {_MOST_FAILED} "
+                    f"{type(conversation).__name__}.step raised on each of the first {self._failed} "
                     f"responses; of the last one {_described(error)}. Fix: correct it; where a response may "
                     "be the cause, catch the exception and return a Step"
                 ) from error

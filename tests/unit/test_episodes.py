@@ -440,8 +440,14 @@ def test_an_environment_that_fails_on_every_response_ends_the_run(
             RewardError, match=r"Misspelt\.step raised on each of the first 256 .*'rewards' \("
         ):
             collected([1] * 200, environment, 1, turns=2)
+        # A run with small steps is not over before it fails.
+        for step_rows, most in ((8, 32), (64, 64), (1024, 256)):
+            small = MessageEnvironment(Misspelt, {**SECTION, "threads": 1})
+            small.judges_groups(step_rows)
+            with pytest.raises(RewardError, match=f"each of the first {most} "):
+                collected([1] * 200, small, 1, turns=2)
     told = [record.getMessage() for record in caplog.records if "failed on a response" in record.getMessage()]
-    assert len(told) == 3 and "further ones are counted" in told[2] and __file__ in told[0]
+    assert len(told) == (3 if works else 12) and "further ones are counted" in told[2] and __file__ in told[0]
 
 
 def test_answers_that_are_none_are_named() -> None:
