@@ -244,7 +244,7 @@ class WriteOfNodes:
                 "and the driver share"
             )
 
-    def _named(self, nodes: Mapping[str, Any] | Sequence[str]) -> str:
+    def _named(self, nodes: Mapping[str, object] | Sequence[str]) -> str:
         return "node " + ", ".join(map(self._memory.name_of, nodes))
 
 

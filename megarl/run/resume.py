@@ -32,7 +32,7 @@ from megarl.errors import (
 from megarl.redaction import redacted
 
 if TYPE_CHECKING:
-    from megarl.checkpoint.manager import CheckpointManager
+    from megarl.checkpoint.manager import CheckpointManager, TrainingInfo
     from megarl.config.plugins import Role
     from megarl.models.policy.interfaces import PolicyInterface
 
@@ -174,7 +174,7 @@ class UncommittedCheckpoint:
 
     step: int
     path: Path
-    info: Mapping[str, Any]
+    info: TrainingInfo
     memory: CheckpointMemory | None
     is_last: Callable[[], bool]
 
@@ -208,7 +208,7 @@ class CheckpointWriter:
     manager: CheckpointManager
     models: Mapping[Role, PolicyInterface]
     save_period: int
-    run_config: Mapping[str, Any] = field(default_factory=dict)
+    run_config: Mapping[str, object] = field(default_factory=dict)
     committed: Callable[[int], None] = lambda step: None
     before_commit: Callable[[], None] = lambda: None
     most_failed: int = 1
@@ -315,7 +315,11 @@ class CheckpointWriter:
         """
         # The previous checkpoint occupies the memory that this one needs, so wait for its write.
         self.settle(wait=True)
-        info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
+        info: TrainingInfo = {
+            "step": step,
+            "sampler": dict(sampler_state),
+            "metrics": _ranking_metrics(metrics),
+        }
         failure: CheckpointError | OSError | None = None
         path: Path | None = None
         memory: CheckpointMemory | None = None
