@@ -26,7 +26,7 @@ from megarl.checkpoint.background import seal, tidy_memory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import read_signing_key, sign_manifest, verify
 from megarl.checkpoint.storage import is_real_directory, is_there, names_in, read_again, tree_bytes
-from megarl.config.sections import CheckpointingConfig
+from megarl.config.sections import CheckpointingConfig, RunConfig
 from megarl.errors import CheckpointError, StorageError
 from megarl.redaction import redacted
 
@@ -232,7 +232,7 @@ class CheckpointManager:
             self._tidy()
 
     def init_tmp_checkpoint(
-        self, step: int, training_info: TrainingInfo, run_config: Mapping[str, object] | None = None
+        self, step: int, training_info: TrainingInfo, run_config: RunConfig | None = None
     ) -> Path:
         """Begin a checkpoint: create ``tmp_step_N`` with ``training_info.json`` and, if given,
         ``config.yaml``.

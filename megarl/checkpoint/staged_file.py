@@ -40,7 +40,7 @@ def plain_name(name: str) -> str:
 
 
 class Address(TypedDict):
-    """Where another process of this user on this node finds a rank's memory."""
+    """The open file of a rank's memory, for other processes of this user on this node."""
 
     process: int
     descriptor: int

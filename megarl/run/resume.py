@@ -208,7 +208,7 @@ class CheckpointWriter:
     manager: CheckpointManager
     models: Mapping[Role, PolicyInterface]
     save_period: int
-    run_config: Mapping[str, object] = field(default_factory=dict)
+    run_config: RunConfig | None = None
     committed: Callable[[int], None] = lambda step: None
     before_commit: Callable[[], None] = lambda: None
     most_failed: int = 1
@@ -324,7 +324,7 @@ class CheckpointWriter:
         path: Path | None = None
         memory: CheckpointMemory | None = None
         try:
-            path = begun = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
+            path = begun = self.manager.init_tmp_checkpoint(step, info, self.run_config)
             self.beside(begun)
             # The run waits for the last checkpoint in any case, so write it directly to disk.
             memory = None if self.memory is None or is_last() else self._left_in(self.memory)
