@@ -94,7 +94,7 @@ class AlgorithmSpec:
         GENERATIONS: dotted key of the number of responses per prompt; None for one response.
     """
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    SECTIONS: ClassVar[Mapping[str, type]] = MappingProxyType({})
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType({})
     GENERATES: ClassVar[bool] = True
