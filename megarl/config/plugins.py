@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from converters.model_config.architecture import ModelFacts
-from megarl.config.sections import RunConfig
+from megarl.config.sections import Config, RunConfig
 from megarl.env import installed_version
 from megarl.errors import Violation
 
@@ -169,9 +169,7 @@ class EngineKind:
 
     title: str
     start: Callable[[Any, RunConfig], Any]
-    complete: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda generation, policy: (
-        dict(generation)
-    )
+    complete: Callable[[Config, Config], Config] = lambda generation, policy: dict(generation)
     section: Any = None
     rules: tuple[Callable[[Any], Iterator[Violation]], ...] = ()
     memory: Callable[[RunConfig, ModelFacts], EngineMemory] | None = None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -53,7 +53,7 @@ class ResumePoint:
     """
 
     step: int = 0
-    sampler_state: Mapping[str, Any] | None = None
+    sampler_state: Mapping[str, object] | None = None
     checkpoint: Path | None = None
 
     def weights_path(self, role: Role) -> Path | None:
@@ -289,7 +289,7 @@ class CheckpointWriter:
     def saving(
         self,
         step: int,
-        sampler_state: Mapping[str, Any],
+        sampler_state: Mapping[str, object],
         metrics: Mapping[str, float],
         is_last: Callable[[], bool] = lambda: False,
         *,
