@@ -229,7 +229,7 @@ def _is_secret_in_text(name: str) -> bool:
     return not is_plain and is_secret(name)
 
 
-def learn(values: Mapping[str, Any]) -> None:
+def learn(values: Mapping[str, object]) -> None:
     """Collect the values of all secrets in ``values``, at any depth, so that ``redacted_text`` hides them
     from now on.
 

@@ -160,7 +160,7 @@ samples that are not trained on are then set to 0."""
 
 def estimated_advantages(
     settings: Mapping[str, Any],
-    samples: Mapping[str, Any],
+    samples: Mapping[str, Tensor],
     sample_mask: Tensor,
     token_penalties: Tensor | None = None,
     reward_weights: Mapping[str, float] | None = None,
@@ -207,7 +207,7 @@ def estimated_advantages(
     )
 
 
-def _parts_by_name(samples: Mapping[str, Any]) -> dict[str, Tensor]:
+def _parts_by_name(samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Collect the reward parts of all environments under the names that the environments give them.
 
     A named environment ENV adds the columns ``reward/ENV`` (its total) and ``reward/ENV/NAME``. The total is

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, ModelSection, Parts, Role
 from megarl.algorithms.sampled import Sampled, SampledConfig, answer_metrics
@@ -97,11 +97,11 @@ class Distillation(Sampled):
     """On-policy distillation. A step samples responses, computes the log-probabilities of their tokens under
     the teacher of each, and trains on them. Rewards are only reported."""
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
+    SECTIONS = MappingProxyType(
         {"distillation": DistillationConfig, "env": EnvConfig, "loss_fn": ClippedPGLossConfig}
     )
-    OPTIONAL: ClassVar[frozenset[str]] = frozenset({"loss_fn"})
-    MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
+    OPTIONAL = frozenset({"loss_fn"})
+    MODELS = MappingProxyType(
         {
             TEACHER: ModelSection(
                 "the teacher model, if there is one. It has the keys of ``policy``, and absent keys have the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, Parts, Role
 from megarl.algorithms.supervised import Supervised, SupervisedConfig
@@ -41,7 +41,7 @@ class DPO(Supervised):
     """Direct preference optimisation. A step trains on one global batch of pairs; in each pair the chosen
     answer precedes the rejected one."""
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"dpo": DPOConfig})
+    SECTIONS = MappingProxyType({"dpo": DPOConfig})
     PAIRS = True
 
     config: DPOConfig

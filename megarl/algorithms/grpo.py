@@ -3,9 +3,8 @@ the group, and train (GRPO, arXiv 2402.03300)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -234,10 +233,8 @@ class GRPO(Sampled):
     """Group-relative policy optimisation. Each step samples several responses to each of its prompts, and
     trains on all of them."""
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig}
-    )
-    MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
+    SECTIONS = MappingProxyType({"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
+    MODELS = MappingProxyType(
         {
             "reward_model": ModelSection(
                 "reward model of GRPO and PPO. It has the keys of ``policy``, and absent keys have the "

@@ -619,7 +619,7 @@ def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, 
     return token_mask, sample_mask, token_mask * sample_mask.unsqueeze(-1)
 
 
-def _valid_responses(data: Mapping[str, Any], sample_mask: Tensor, mask: Tensor) -> Tensor:
+def _valid_responses(data: Mapping[str, Tensor], sample_mask: Tensor, mask: Tensor) -> Tensor:
     """Return the number of valid responses, 0-d. A row that is a segment counts as its share of the
     response's tokens."""
     if "response_tokens" not in data:

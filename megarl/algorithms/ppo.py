@@ -3,9 +3,8 @@ states before and after it (PPO, arXiv 1707.06347; generalized advantage estimat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from megarl.algorithms.algorithm import ACTOR, CRITIC, ModelSection, Parts, Role
 from megarl.algorithms.grpo import GRPO, RewardedConfig
@@ -143,10 +142,8 @@ class PPO(GRPO):
     the two models share over time.
     """
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"ppo": PPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig}
-    )
-    MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
+    SECTIONS = MappingProxyType({"ppo": PPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
+    MODELS = MappingProxyType(
         {
             **GRPO.MODELS,
             "critic": ModelSection(

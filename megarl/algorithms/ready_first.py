@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.files.atomic import fsync_directory, fsync_file, write_json_atomic
 from megarl.algorithms.ahead import with_new_engines
@@ -28,6 +28,7 @@ from megarl.algorithms.rollout_source import InTurn, ValidatesBeside, other_sche
 from megarl.algorithms.sampled_batch import (
     DIRECTORY,
     GROUPS,
+    Groups,
     Sampling,
     groups_of,
     load_batch,
@@ -214,9 +215,8 @@ class ReadyFirst(ValidatesBeside):
         save_batches(directory, batches)
         place = directory / DIRECTORY
         place.mkdir(exist_ok=True)
-        (place / GROUPS).write_text(
-            json.dumps({"arrived": list(ready), "running": running}), encoding="utf-8"
-        )
+        groups: Groups = {"arrived": list(ready), "running": running}
+        (place / GROUPS).write_text(json.dumps(groups), encoding="utf-8")
 
     def load(self, directory: Path, data: Dataset) -> None:
         """Restore what ``save`` wrote, see ``RolloutSource``."""
@@ -227,7 +227,7 @@ class ReadyFirst(ValidatesBeside):
         elif batches:
             raise other_schedule(directory, len(batches), "in_order")
 
-    def resume(self, groups: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
+    def resume(self, groups: Groups, batches: Mapping[int, Sampling]) -> None:
         """Continue with the groups that ``save`` wrote. Groups that were in progress are sampled again, with
         the same seeds.
 
@@ -383,7 +383,7 @@ class Ledger:
             responses per prompt.
     """
 
-    def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, run: Mapping[str, object]) -> None:
         self.directory, self._run = directory, dict(run)
 
     def write(self, step: int, batch: Sampling) -> None:

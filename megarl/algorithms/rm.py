@@ -4,9 +4,8 @@ answer (Bradley-Terry)."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
 
 from megarl.algorithms.algorithm import Parts
 from megarl.algorithms.supervised import Supervised, SupervisedConfig
@@ -22,7 +21,7 @@ class RMConfig(SupervisedConfig):
 class RM(Supervised):
     """Training of a reward model. A step trains on one global batch of pairs."""
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"rm": RMConfig})
+    SECTIONS = MappingProxyType({"rm": RMConfig})
     PAIRS = True
     SCORES = True
 

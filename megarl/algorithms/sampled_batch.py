@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from converters.files.hashing import hash_of
 from megarl.errors import UnusableCheckpointError
 
 if TYPE_CHECKING:
+    import torch
+
     from megarl.data.datasets import Dataset, Example
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.rollout.collector import Rollouts
@@ -58,6 +60,28 @@ def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
         save_batch(place, number, batch)
 
 
+class _Description(TypedDict):
+    """A batch without its tensors: record indices, numbers of the prompts, columns of the samples, and
+    metrics. Earlier versions wrote neither prompts nor digest."""
+
+    records: list[int]
+    prompts: NotRequired[list[int]]
+    columns: list[str]
+    others: Mapping[str, object]
+    metrics: dict[str, float]
+    sampling: dict[str, float]
+    epoch: int
+    digest: NotRequired[str]
+
+
+class Groups(TypedDict):
+    """State of the schedule `ready_first`: ordinals of complete groups in completion order, and pairs of
+    ordinal and record index of the others."""
+
+    arrived: list[int]
+    running: list[list[int]]
+
+
 def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     """Write a batch: its tensors as safetensors, and everything else as JSON with a digest of the tensors.
     Return both paths.
@@ -69,7 +93,7 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     from safetensors.torch import save
 
     samples, judged = batch.rollouts.samples, batch.judged
-    parts: dict[str, Mapping[str, Any]] = {_SAMPLES: samples}
+    parts: dict[str, Mapping[str, object]] = {_SAMPLES: samples}
     # Mostly both are the same object, which is then written once and read as one object again.
     if judged is not samples:
         parts[_JUDGED] = judged
@@ -84,7 +108,7 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     # safetensors's save_file would make the file private: a colleague could not replay the run.
     path.write_bytes(save(tensors))
     numbers: dict[int, int] = {}
-    description = {
+    description: _Description = {
         "records": [record.index for record in batch.rollouts.records],
         # Rows of the same prompt share a record object, by which samples are numbered. A record that occurs
         # twice in a step is two objects.
@@ -124,10 +148,8 @@ def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
         ) from error
 
 
-def groups_of(directory: Path) -> Mapping[str, Any] | None:
-    """Read the state of the schedule `ready_first` from a checkpoint: ``arrived``, the ordinals of complete
-    groups in completion order; and ``running``, pairs of ordinal and record index of the others. Return None
-    if the checkpoint has no such state.
+def groups_of(directory: Path) -> Groups | None:
+    """Read the groups from a checkpoint. Return None if it has none.
 
     Raises:
         UnusableCheckpointError: the file cannot be read.
@@ -136,7 +158,7 @@ def groups_of(directory: Path) -> Mapping[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Groups = json.loads(path.read_text(encoding="utf-8"))
         return {"arrived": list(found["arrived"]), "running": list(found["running"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnusableCheckpointError(
@@ -154,7 +176,7 @@ def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
 
     path = _path_of(place, number)
     try:
-        description = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        description: _Description = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         # Batches of earlier versions have no digest.
         if description.get("digest", "") not in {"", hash_of(path)}:
             raise ValueError(f"{path} was changed after it was written")
@@ -168,7 +190,7 @@ def _path_of(place: Path, number: int) -> Path:
     return place / f"step_{number}.safetensors"
 
 
-def _read(path: Path, description: Mapping[str, Any], data: Dataset) -> Sampling:
+def _read(path: Path, description: _Description, data: Dataset) -> Sampling:
     from safetensors import safe_open
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -177,7 +199,7 @@ def _read(path: Path, description: Mapping[str, Any], data: Dataset) -> Sampling
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
-    def part(prefix: str) -> dict[str, Any]:
+    def part(prefix: str) -> dict[str, torch.Tensor]:
         return {
             name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
         }

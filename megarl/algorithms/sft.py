@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.algorithm import Parts
 from megarl.algorithms.supervised import Supervised, SupervisedConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SFTConfig(SupervisedConfig):
@@ -18,7 +21,7 @@ class SFTConfig(SupervisedConfig):
 class SFT(Supervised):
     """Supervised fine-tuning. A step trains on one global batch of records."""
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"sft": SFTConfig})
+    SECTIONS = MappingProxyType({"sft": SFTConfig})
 
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.loss_functions import NLLLoss
@@ -29,7 +32,7 @@ class SFT(Supervised):
         """Return the names of the validation metrics."""
         return ("loss",)
 
-    def weight(self, batch: Mapping[str, Any]) -> float:
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
         """Return the number of target tokens in a batch."""
         return float((batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(1)).sum())
 

@@ -94,7 +94,7 @@ class SkippedBatches:
 
     def _keep(
         self,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         skipped: Sequence[Mapping[str, Any]],
         step: int,
         records: Sequence[int],
@@ -125,7 +125,7 @@ class SkippedBatches:
     @staticmethod
     def _write(
         path: Path,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         skipped: Sequence[Mapping[str, Any]],
         step: int,
         records: Sequence[int],
@@ -156,7 +156,7 @@ def _rows(found: Mapping[str, Any]) -> list[int]:
     return seen or list(range(*found["rows"]))
 
 
-def _write_rows(batch: Mapping[str, Any], rows: Sequence[int], path: Path) -> None:
+def _write_rows(batch: Mapping[str, object], rows: Sequence[int], path: Path) -> None:
     import torch
     from safetensors.torch import save
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -94,7 +94,7 @@ class Supervised(Algorithm):
         loss_fn: loss function of the policy.
     """
 
-    GENERATES: ClassVar[bool] = False
+    GENERATES = False
     config: SupervisedConfig
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
@@ -172,7 +172,7 @@ class Supervised(Algorithm):
     def validated(self) -> Sequence[str]:
         """Return the names of the validation metrics."""
 
-    def weight(self, batch: Mapping[str, Any]) -> float:
+    def weight(self, batch: BatchedDataDict[Any]) -> float:
         """Return the weight of a batch in the validation mean: its number of records."""
         return float(batch["sample_mask"].sum()) / self.rows_of_record
 

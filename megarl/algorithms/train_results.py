@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.interfaces import reads_values
 from megarl.models.engine.microbatches import under_mask
@@ -46,7 +47,7 @@ def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunctio
 
 
 def trained_sequences(
-    batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction
+    batch: Mapping[str, Tensor], result: Mapping[str, Any], loss_fn: LossFunction
 ) -> Sequences:
     """Describe the sequences of a training call, to compute the throughput of its phase.
 
@@ -63,7 +64,7 @@ def trained_sequences(
     return Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored)
 
 
-def scored_tokens(batch: Mapping[str, Any]) -> int:
+def scored_tokens(batch: Mapping[str, Tensor]) -> int:
     """Return the number of tokens whose log-probabilities a forward pass computes: those under the masks,
     without the first token of each row."""
     return int(under_mask(batch)[:, 1:].count_nonzero())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.checkpoint.storage import is_file, read_again
@@ -26,6 +26,14 @@ _SAME = {
 _HASHED = 2**20
 
 
+class _Record(TypedDict, total=False):
+    """Content of ``BASE_FILE``. ``adapter`` is that of PEFT's ``adapter_config.json``."""
+
+    model_name: object
+    weights: str
+    adapter: Mapping[str, object]
+
+
 class BaseModel:
     """The base model of adapters, with which their checkpoint is matched.
 
@@ -41,16 +49,16 @@ class BaseModel:
         """Digest of size, first and last bytes of each weight file, in the order of file names."""
         return _digest_of(self._source.files())
 
-    def write(self, directory: Path, peft: Mapping[str, Any]) -> None:
+    def write(self, directory: Path, peft: Mapping[str, object]) -> None:
         """Record in an adapter checkpoint its base model and adapter settings."""
-        record = {
+        record: _Record = {
             "model_name": peft["base_model_name_or_path"],
             "weights": self.digest,
             "adapter": dict(peft),
         }
         (directory / BASE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
-    def require_same(self, directory: Path, peft: Mapping[str, Any]) -> None:
+    def require_same(self, directory: Path, peft: Mapping[str, object]) -> None:
         """Check that a checkpoint contains adapters of the same settings and base model. Local.
 
         Raises:
@@ -107,10 +115,9 @@ def refuse_adapters(directory: Path) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    read: Callable[[], str] = path.read_text
+def _read_json(path: Path) -> _Record:
     try:
-        found = json.loads(read_again(read, str(path)))
+        found: _Record = json.loads(read_again(path.read_bytes, str(path)))
     except ValueError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. It is damaged; use another checkpoint"

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
 
@@ -26,11 +26,20 @@ from megarl.checkpoint.background import seal, tidy_memory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import read_signing_key, sign_manifest, verify
 from megarl.checkpoint.storage import is_real_directory, is_there, names_in, read_again, tree_bytes
-from megarl.config.sections import CheckpointingConfig
+from megarl.config.sections import CheckpointingConfig, RunConfig
 from megarl.errors import CheckpointError, StorageError
 from megarl.redaction import redacted
 
 INFO_NAME = "training_info.json"
+
+
+class TrainingInfo(TypedDict, total=False):
+    """Content of ``training_info.json``: number of finished steps, position in the training data, and the
+    metrics that rank checkpoints."""
+
+    step: int
+    sampler: Mapping[str, object]
+    metrics: Mapping[str, float]
 
 
 def plain_json(value: Any, where: str = "training_info") -> Any:
@@ -62,7 +71,7 @@ def plain_json(value: Any, where: str = "training_info") -> Any:
     )
 
 
-def read_info(checkpoint: Path) -> dict[str, Any]:
+def read_info(checkpoint: Path) -> TrainingInfo:
     """Return the training info of a checkpoint.
 
     Raises:
@@ -70,7 +79,7 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / INFO_NAME
     try:
-        info = json.loads(read_again(path.read_bytes, str(path)))
+        info: TrainingInfo = json.loads(read_again(path.read_bytes, str(path)))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. Fix: resume from another checkpoint"
@@ -112,7 +121,7 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
     return []
 
 
-def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
+def metric_of(info: TrainingInfo, metric_name: str) -> float | None:
     """Return the metric by which a checkpoint is ranked, from the info or its ``metrics``; None if it is not
     a finite number."""
     nested = info.get("metrics")
@@ -188,7 +197,6 @@ class CheckpointManager:
         metric_name: key of ``training_info`` (or of its ``metrics``) that ranks checkpoints; None ranks by
             age.
         higher_is_better: a larger metric is better.
-        save_period: steps between two checkpoints; used by the training loops.
         keep_top_k: number of best checkpoints to keep in addition to the latest; None keeps all.
     """
 
@@ -197,7 +205,7 @@ class CheckpointManager:
     ) -> None:
         """Args:
             config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``,
-                ``save_period``, ``keep_top_k``, ``signing_key_file``.
+                ``keep_top_k``, ``signing_key_file``.
             lock: lock of the run directory. If it is held, unfinished checkpoints of killed runs are removed
                 now.
             verify_hashes: read every byte of a checkpoint to verify it; otherwise only sizes are compared.
@@ -207,10 +215,9 @@ class CheckpointManager:
             ConfigError: the signing key cannot be used.
         """
         self.checkpoint_dir = Path(config["checkpoint_dir"]).absolute()
-        self.metric_name: str | None = config.get("metric_name")
-        self.higher_is_better: bool = config.get("higher_is_better", True)
-        self.save_period: int | None = config.get("save_period")
-        self.keep_top_k: int | None = config.get("keep_top_k")
+        self.metric_name = config.get("metric_name")
+        self.higher_is_better = config.get("higher_is_better", True)
+        self.keep_top_k = config.get("keep_top_k")
         if self.keep_top_k is not None and self.keep_top_k < 0:
             raise CheckpointError(
                 f"checkpointing.keep_top_k = {self.keep_top_k}: must be at least 0. Fix: write null to keep "
@@ -225,7 +232,7 @@ class CheckpointManager:
             self._tidy()
 
     def init_tmp_checkpoint(
-        self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None
+        self, step: int, training_info: TrainingInfo, run_config: RunConfig | None = None
     ) -> Path:
         """Begin a checkpoint: create ``tmp_step_N`` with ``training_info.json`` and, if given,
         ``config.yaml``.
@@ -264,7 +271,7 @@ class CheckpointManager:
             raise self._failed(temporary, error) from error
         return temporary
 
-    def replace_info(self, checkpoint_path: Path, training_info: Mapping[str, Any]) -> None:
+    def replace_info(self, checkpoint_path: Path, training_info: TrainingInfo) -> None:
         """Replace the ``training_info.json`` of an unfinished checkpoint; must precede hashing.
 
         Raises:
@@ -383,7 +390,7 @@ class CheckpointManager:
         # Try both directories of a step, so that a damaged replacement does not hide a complete checkpoint.
         return next(self._whole(sorted(checkpoints, key=lambda found: ranked.index(found[0]))), None)
 
-    def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
+    def load_training_info(self, checkpoint_path: str | Path | None = None) -> TrainingInfo | None:
         """Return the training info of a checkpoint, by default the latest complete one; None if there is
         none.
 
@@ -392,19 +399,6 @@ class CheckpointManager:
         """
         path = Path(checkpoint_path) if checkpoint_path is not None else self.get_latest_checkpoint_path()
         return None if path is None else read_info(path)
-
-    def verify_checkpoint(self, checkpoint_path: str | Path) -> None:
-        """Check that a checkpoint is complete before it is loaded.
-
-        Raises:
-            CheckpointError: it is not; the message lists all faults.
-        """
-        problems = self._verify(Path(checkpoint_path))
-        if problems:
-            raise CheckpointError(
-                f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another "
-                "checkpoint"
-            )
 
     def unfinished(self) -> list[Path]:
         """Return the directories of uncommitted checkpoints, sorted by name.

@@ -12,7 +12,7 @@ import json
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypedDict
 
 from converters.errors import ConversionError
 from converters.files.atomic import fsync_directory, in_parallel, json_bytes, write_bytes_durably
@@ -22,26 +22,27 @@ from converters.files.signature import MANIFEST_NAME, fault_of_signature, read_k
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError, ConfigError, StorageError, Violation
 
-__all__ = [
-    "ALGORITHM",
-    "MANIFEST_NAME",
-    "Entry",
-    "entry_of",
-    "read_signing_key",
-    "sign_manifest",
-    "verify",
-    "write_manifest",
-]
-
 SIGNING_KEY = "checkpointing.signing_key_file"
 _VERSION = 1
 
 
-Entry = dict[str, Any]
-"""A file's entry in the manifest: ``size`` in bytes and ``hash``."""
+class Entry(TypedDict):
+    """A file's entry in the manifest; ``size`` is in bytes."""
+
+    size: int
+    hash: str
 
 
-def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Any]:
+class Manifest(TypedDict):
+    """Content of ``manifest.json``, without the signature."""
+
+    version: int
+    algorithm: str
+    digest: str
+    files: dict[str, Entry]
+
+
+def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> Manifest:
     """Hash every file below ``root`` and write ``manifest.json`` there.
 
     Args:
@@ -60,7 +61,12 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
     names = [name for name in _file_names(root) if name not in (known or {})]
     read = in_parallel(lambda name: entry_of(root / name), names)
     files = dict(sorted([*zip(names, read, strict=True), *(known or {}).items()]))
-    manifest = {"version": _VERSION, "algorithm": ALGORITHM, "digest": _digest(files), "files": files}
+    manifest: Manifest = {
+        "version": _VERSION,
+        "algorithm": ALGORITHM,
+        "digest": _digest(files),
+        "files": files,
+    }
     write_bytes_durably(root / MANIFEST_NAME, json_bytes(manifest))
     return manifest
 
@@ -142,7 +148,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         return [str(error)]
 
 
-def _read(root: Path) -> Mapping[str, Any]:
+def _read(root: Path) -> Manifest:
     """Read the manifest and check its digest.
 
     Raises:
@@ -151,7 +157,7 @@ def _read(root: Path) -> Mapping[str, Any]:
     path = root / MANIFEST_NAME
     try:
         with open_regular(path) as stream:
-            manifest = json.loads(stream.read().decode())
+            manifest: Manifest = json.loads(stream.read().decode())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     except (ValueError, RecursionError) as error:
@@ -177,7 +183,7 @@ def _read(root: Path) -> Mapping[str, Any]:
     return manifest
 
 
-def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> list[str]:
+def _faults_of_signed(root: Path, manifest: Manifest, key: bytes) -> list[str]:
     """Return the reasons to doubt that the owner of the key wrote this checkpoint: its signature, and files
     that are not in the manifest."""
     fault = fault_of_signature(manifest, key)
@@ -190,7 +196,7 @@ def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> li
     ]
 
 
-def _is_entry(entry: Any) -> bool:
+def _is_entry(entry: object) -> bool:
     return (
         isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("hash"), str)
     )
@@ -242,5 +248,5 @@ def _file_names(root: Path) -> Iterator[str]:
             yield name
 
 
-def _digest(files: Mapping[str, Any]) -> str:
+def _digest(files: Mapping[str, Entry]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -33,10 +33,9 @@ def read_plain(path: Path) -> dict[str, Any]:
         UnusableCheckpointError: the file is missing, damaged, or contains more than plain values.
     """
     try:
-        plain: dict[str, Any] = read_again(lambda: load_plain(path), str(path))
+        return read_again(lambda: load_plain(path), str(path))
     except ConversionError as error:
         raise UnusableCheckpointError(str(error)) from error
-    return plain
 
 
 @contextlib.contextmanager

@@ -12,11 +12,12 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, NotRequired, TypedDict, cast
 
-from megarl.checkpoint.manifest import ALGORITHM, Entry
+from converters.files.hashing import ALGORITHM
+from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
@@ -38,6 +39,33 @@ def plain_name(name: str) -> str:
     return f"{name.removesuffix(SUFFIX)}{_PLAIN_SUFFIX}" if name.endswith(SUFFIX) else name
 
 
+class Address(TypedDict):
+    """The open file of a rank's memory, for other processes of this user on this node."""
+
+    process: int
+    descriptor: int
+    device: int
+    inode: int
+
+
+class Piece(TypedDict):
+    """A part of a file: its offset in the memory and its length in the file. Only a tensor has the other
+    keys."""
+
+    place: int
+    length: int
+    dtype: NotRequired[str]
+    shape: NotRequired[Sequence[int]]
+    stride: NotRequired[Sequence[int]]
+
+
+class Description(TypedDict):
+    """Content of NAME.staged; ``memory`` is None if no part needs memory."""
+
+    memory: Address | None
+    pieces: list[Piece]
+
+
 class StagedFile:
     """A staged file whose memory is open, so that it can be read even after the rank has ended.
 
@@ -51,9 +79,8 @@ class StagedFile:
 
     def __init__(self, description: Path) -> None:
         said = _read(description)
-        self._pieces: list[dict[str, Any]] = said["pieces"]
+        self._pieces = said["pieces"]
         self._name = plain_name(description.name)
-        # None if no part needs memory.
         self._memory = None if said["memory"] is None else _opened(self._name, said["memory"])
 
     @property
@@ -87,7 +114,7 @@ class StagedFile:
             os.fsync(file.fileno())
         return {"size": stream.length, "hash": stream.digest.hexdigest()}
 
-    def _write_piece(self, piece: dict[str, Any], stream: _Stream) -> None:
+    def _write_piece(self, piece: Piece, stream: _Stream) -> None:
         place = piece["place"]
         if "dtype" not in piece:
             if self._memory is not None:
@@ -159,16 +186,16 @@ class _Stream:
         """Do nothing: the file is flushed once at the end."""
 
 
-def _read(description: Path) -> dict[str, Any]:
+def _read(description: Path) -> Description:
     """Read a description.
 
     Raises:
         CheckpointError: the file is not a description.
     """
     try:
-        said = json.loads(description.read_text())
+        said: Description = json.loads(description.read_text())
         if said.keys() == {"memory", "pieces"}:
-            return dict(said)
+            return said
     except (ValueError, AttributeError):
         pass
     raise CheckpointError(
@@ -176,7 +203,7 @@ def _read(description: Path) -> dict[str, Any]:
     )
 
 
-def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
+def _opened(name: str, address: Address) -> mmap.mmap:
     """Open the memory of the rank that staged a file.
 
     Raises:

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from megarl.checkpoint.background import waits_in_memory
 from megarl.checkpoint.host_memory import available_bytes
-from megarl.checkpoint.staged_file import description_name, tensor_at
+from megarl.checkpoint.staged_file import Address, Description, Piece, description_name, tensor_at
 from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
@@ -116,7 +116,7 @@ class StagingBuffer:
         for each in described:
             spans.append((length, each["length"]))
             length += each["length"]
-        description = {"memory": self._address(), "pieces": described}
+        description: Description = {"memory": self._address(), "pieces": described}
         path.with_name(description_name(path.name)).write_text(json.dumps(description))
         return spans
 
@@ -145,7 +145,7 @@ class StagingBuffer:
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
 
-    def _keep(self, piece: _Bytes | StagedTensor, place: int) -> dict[str, Any]:
+    def _keep(self, piece: _Bytes | StagedTensor, place: int) -> Piece:
         """Copy one part to the buffer and return its entry for the description."""
         if not isinstance(piece, StagedTensor):
             if piece:
@@ -168,8 +168,7 @@ class StagingBuffer:
             "stride": piece.stride,
         }
 
-    def _address(self) -> dict[str, int] | None:
-        """Return where another process of this user on this node finds the memory; None if there is none."""
+    def _address(self) -> Address | None:
         if self._descriptor is None:
             return None
         status = os.fstat(self._descriptor)

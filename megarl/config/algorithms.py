@@ -179,7 +179,7 @@ def roles(config: RunConfig) -> tuple[Role, ...]:
     return algorithm_class(config[KEY]).roles(config)
 
 
-def sections_of(name: object) -> Mapping[str, Any]:
+def sections_of(name: object) -> Mapping[str, type]:
     """Return the sections that an algorithm reads, name -> TypedDict; empty if there is no such algorithm."""
     try:
         return algorithm_class(name).SECTIONS if isinstance(name, str) else {}
@@ -206,7 +206,7 @@ def built_in_models() -> Mapping[str, ModelSection]:
 
 
 @cache
-def built_in_sections() -> Mapping[str, Any]:
+def built_in_sections() -> Mapping[str, type]:
     """Return each built-in algorithm's own section, name -> TypedDict."""
     sections = {}
     for algorithm in map(algorithm_class, ALGORITHMS):
@@ -229,7 +229,7 @@ def run_type(name: object) -> Any:
 
 
 @cache
-def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, ModelSection], ...]) -> Any:
+def _run_type(sections: tuple[tuple[str, type], ...], models: tuple[tuple[str, ModelSection], ...]) -> Any:
     keys: dict[str, Any] = dict(keys_of(RunConfig))
     for name, model in {**built_in_models(), **dict(models)}.items():
         # Use a plain mapping, because the TypedDict would require keys that the section inherits from policy.

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
 # Sections that get defaults only if they are present. Sections of algorithms are treated likewise.
-_GIVEN: Mapping[str, Any] = {
+_GIVEN: Mapping[str, type] = {
     "loss_fn": ClippedPGLossConfig,
     "env": EnvConfig,
     "data": DataConfig,
     "cluster": ClusterConfig,
 }
 # Sections that every run has; they get defaults even if they are absent.
-_ALWAYS: Mapping[str, Any] = {
+_ALWAYS: Mapping[str, type] = {
     "deadlines": DeadlinesConfig,
     "checkpointing": CheckpointingConfig,
     "logger": LoggerConfig,
@@ -278,7 +278,7 @@ def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     return filled
 
 
-def _filled(config: Mapping[str, Any], kind: Any) -> Config:
+def _filled(config: Mapping[str, Any], kind: type) -> Config:
     """Return a section with its absent keys set to their defaults, or to the value of the key that they
     follow. ``kind`` is the section's TypedDict."""
     filled = fill(config, defaults_of(kind))
@@ -289,7 +289,7 @@ def _filled(config: Mapping[str, Any], kind: Any) -> Config:
     return filled
 
 
-def _complete(config: Mapping[str, Any], kind: Any) -> Config:
+def _complete(config: Mapping[str, Any], kind: type) -> Config:
     """Return a section with its defaults filled in, and its direct subsections with theirs. ``kind`` is the
     section's TypedDict."""
     filled = _filled(config, kind)

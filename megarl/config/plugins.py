@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from converters.model_config.architecture import ModelFacts
-from megarl.config.sections import RunConfig
+from megarl.config.sections import Config, RunConfig
 from megarl.env import installed_version
 from megarl.errors import Violation
 
@@ -94,7 +94,7 @@ class AlgorithmSpec:
         GENERATIONS: dotted key of the number of responses per prompt; None for one response.
     """
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    SECTIONS: ClassVar[Mapping[str, type]] = MappingProxyType({})
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType({})
     GENERATES: ClassVar[bool] = True
@@ -171,9 +171,7 @@ class EngineKind:
 
     title: str
     start: Callable[[Any, RunConfig], Any]
-    complete: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda generation, policy: (
-        dict(generation)
-    )
+    complete: Callable[[Config, Config], Config] = lambda generation, policy: dict(generation)
     section: Any = None
     rules: tuple[Callable[[Any], Iterator[Violation]], ...] = ()
     memory: Callable[[RunConfig, ModelFacts], EngineMemory] | None = None

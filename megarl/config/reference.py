@@ -24,6 +24,7 @@ from megarl.config.model_facts import read_model_facts
 from megarl.config.other_trainers import foreign_fault
 from megarl.config.plan import batch_plan, ledger, memory_of_run, size_text
 from megarl.config.rules.not_yet import NEVER_LEGAL
+from megarl.config.sections import Config
 from megarl.config.tables import FOREIGN_KEYS
 from megarl.config.validate import validate_config
 from megarl.key import fields_of, keys_of, named_section_types, section_types
@@ -246,7 +247,7 @@ def _value(config: Any, path: str) -> Any:
     return config
 
 
-def _example(size: int) -> dict[str, Any]:
+def _example(size: int) -> Config:
     """Return a configuration with required keys only. Examples of different sizes differ in every default
     that is derived from other keys."""
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}

@@ -10,6 +10,7 @@ from megarl.config.backend import enabled_backend
 from megarl.config.models import POLICY, as_of_policy, model_sections
 from megarl.config.nested import at
 from megarl.config.policy import STATE_KEYS
+from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, Violation
 
 # A checkpoint's optimizer state contains the values of these sections, and loading it would overwrite
@@ -106,7 +107,7 @@ def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
 
 
 def check_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool
+    before: Mapping[str, Any], now: RunConfig, checkpoint: str, accepted: bool
 ) -> dict[str, tuple[Any, Any]]:
     """Return the changed keys (old value, new value) of a run that resumes from a checkpoint, after checking
     that all are allowed.
@@ -140,7 +141,7 @@ def check_changes(
 
 
 def _other_backend(
-    before: Mapping[str, Any], now: Mapping[str, Any], paths: Sequence[str], checkpoint: str
+    before: Mapping[str, Any], now: RunConfig, paths: Sequence[str], checkpoint: str
 ) -> Iterator[Violation]:
     for path in paths:
         if at(before, path) is None:

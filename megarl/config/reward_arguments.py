@@ -177,7 +177,7 @@ def known_names() -> str:
 
 
 def values_for(
-    arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]
+    arguments: Arguments, values: Mapping[str, object], columns: Mapping[str, object]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and keyword arguments for a call of a reward function.
 
@@ -204,7 +204,9 @@ def values_for(
     return positional, named
 
 
-def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
+def _value(
+    name: str, arguments: Arguments, values: Mapping[str, object], columns: Mapping[str, object]
+) -> Any:
     # Prefer a record field of this name (verl's extra_info, TRL's ground_truth), because the function was
     # written for it. Never take prompt or response from the record. For verl's list extra_infos, use the
     # field extra_info.
@@ -222,7 +224,7 @@ def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: 
     return _listed(found, arguments)
 
 
-def _listed(value: Any, arguments: Arguments) -> Any:
+def _listed(value: object, arguments: Arguments) -> Any:
     return [value] if arguments.is_of_several else value
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megarl.config.algorithms import ALGORITHMS, algorithm_class, run_type
-from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS
+from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, DataSource
 from megarl.config.nested import at, has, merge, put
 from megarl.config.recipes import find, name_of
 from megarl.config.reward_arguments import ANSWER, SEVERAL, SINGLE, STATE, arguments_of, unknown_parameters
 from megarl.config.schema import known_paths
+from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import GIVEN, give_object, load_object
 from megarl.library.rows import (
@@ -64,7 +65,7 @@ class Call:
         made: data files that this call has created.
     """
 
-    written: dict[str, Any]
+    written: Config
     arguments: dict[str, str] = field(default_factory=dict)
     given: dict[str, bytes] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
@@ -178,9 +179,7 @@ def is_of_base(call: Call) -> bool:
     return isinstance(call.written["defaults"], list)
 
 
-def add_overrides(
-    call: Call, algorithm: str, inherited: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> None:
+def add_overrides(call: Call, algorithm: str, inherited: Config, overrides: Mapping[str, object]) -> None:
     """Add the overrides of a call: a dictionary replaces keys of a section, other values set a dotted key or
     the last part of a key. Unknown and ambiguous names are recorded as faults.
 
@@ -219,7 +218,7 @@ def add_overrides(
             )
 
 
-def _keys_of(name: str, algorithm: str, inherited: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+def _keys_of(name: str, algorithm: str, inherited: Config, known: Sequence[str]) -> list[str]:
     if name == "learning_rate":
         # If a recipe's optimizers refer to the shared key, a value set for one optimizer would be ignored or
         # rejected.
@@ -272,7 +271,7 @@ def add_model(call: Call, model: Any) -> None:
 
 
 def add_data(
-    call: Call, arguments: Mapping[str, Any], directory: Path, kind: Any, overrides: Mapping[str, Any]
+    call: Call, arguments: Mapping[str, object], directory: Path, kind: Any, overrides: Mapping[str, object]
 ) -> None:
     """Set the training and validation data sources; rows held in memory are written to a file first.
 
@@ -283,7 +282,7 @@ def add_data(
         kind: ``megarl.data.columns.Kind``, which decides the columns that a row needs.
         overrides: overrides of the call; field keys of data sources (such as ``prompt_key``) are applied.
     """
-    keys = {name: overrides[name] for name in _SOURCE_KEYS if name in overrides}
+    keys: Any = {name: overrides[name] for name in _SOURCE_KEYS if name in overrides}
     for argument, key in (("data", "data.train"), ("validation", "data.validation")):
         data = arguments[argument]
         if data is None:
@@ -303,7 +302,7 @@ def add_data(
             call.faults += error.violations
 
 
-def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, *, is_written: bool) -> None:
+def _find_columns(call: Call, argument: str, source: DataSource, kind: Any, *, is_written: bool) -> None:
     try:
         require_columns(argument, source, kind)
     except ConfigError as error:
@@ -355,11 +354,11 @@ def add_rewards(call: Call, reward: Any) -> None:
         )
 
 
-def _section(reward: Any) -> dict[str, Any]:
+def _section(reward: Any) -> Config:
     return dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
 
 
-def _sections(rewards: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sections(rewards: Sequence[Any]) -> Iterator[tuple[str, Config]]:
     names = set[str]()
     for each in rewards:
         section = _section(each)
@@ -410,7 +409,7 @@ def _given(call: Call, function: Callable[..., Any], taken: set[str]) -> str:
 def require_parameters_in_data(call: Call) -> None:
     """Pass the data columns to the reward functions that have parameters of these names, through
     ``extra_keys``. Does nothing if the call sets ``extra_keys`` itself."""
-    source = at(call.written, "data.train")
+    source: DataSource | None = at(call.written, "data.train")
     functions = [load_object(path, "env.reward") for path in call.given]
     if not functions or not isinstance(source, Mapping) or "path" not in source or "extra_keys" in source:
         return
@@ -511,7 +510,7 @@ def _add_precision(call: Call) -> None:
         call.default("policy.tokenizer.chat_template", None)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_bytes())
     # Ignore the error here: loading the model will report it.

@@ -8,12 +8,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megarl.config.algorithms import algorithm_class
 from megarl.config.nested import at
+from megarl.config.sections import Config
 from megarl.config.validation_sets import instead_in_evaluation
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
@@ -32,6 +33,9 @@ from megarl.library.arguments import (
 from megarl.library.process import STOPPED, error_of, run_command, show
 from megarl.library.run import Run, new_directory
 from megarl.watch.configured import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from megarl.run.evaluate import EvaluationResult
 
 _CALL, _REWARDS, _DATA, _DRAFT = "call.yaml", "rewards.py", "data", ".call.yaml.tmp.yaml"
 
@@ -105,7 +109,7 @@ def evaluate(
     backend: Backend = "megatron",
     progress: bool = True,
     **overrides: Any,
-) -> dict[str, Any]:
+) -> EvaluationResult:
     """Sample and score responses of a model as ``megarl eval`` does, and return the contents of its JSON
     result.
 
@@ -137,11 +141,10 @@ def evaluate(
             code, text = run_command(words, call.given, shows=progress)
             if code:
                 raise error_of(code, call.in_arguments(text))
-            found: dict[str, Any] = json.loads(result.read_bytes())
-            return found
+            return json.loads(result.read_bytes())
 
 
-def _refuse_keys_of_training(overrides: Mapping[str, Any]) -> None:
+def _refuse_keys_of_training(overrides: Mapping[str, object]) -> None:
     """Reject overrides of training-only sampling settings, which an evaluation would ignore."""
     refused = []
     for name in overrides:
@@ -211,7 +214,7 @@ def _prepared(
     validation: Any,
     run_dir: str | os.PathLike[str] | None,
     backend: Backend,
-    overrides: Mapping[str, Any],
+    overrides: Mapping[str, object],
 ) -> Iterator[tuple[Call, Path]]:
     """Write the configuration of a call into its run directory, and yield both. If the call is rejected, the
     directory is restored to its earlier contents."""
@@ -282,12 +285,12 @@ def _restore(files: Sequence[Path], earlier: Mapping[Path, bytes], places: Seque
 def _write(
     call: Call,
     algorithm: str,
-    data: Mapping[str, Any],
+    data: Mapping[str, object],
     model: Any,
     reward: Any,
     directory: Path,
     backend: Backend,
-    overrides: Mapping[str, Any],
+    overrides: Mapping[str, object],
 ) -> None:
     """Build and check the configuration of a call. Write it with the data and the source of the reward
     functions. Raises ConfigError with all faults of the arguments and the configuration."""
@@ -299,8 +302,8 @@ def _write(
     call.written["run_dir"] = str(directory)
     _dump(call.written, path)
     inherited = load_config_with_inheritance(path)
-    kind = algorithm_class(str(inherited.get("algorithm", "grpo")))
     name = str(inherited.get("algorithm", "grpo"))
+    kind = algorithm_class(name)
     add_overrides(call, name, inherited, overrides)
     is_base = is_of_base(call)
     if model is not None:
@@ -386,5 +389,5 @@ def _name_of_model(model: Any) -> str:
     return Path(os.fspath(model)).name if isinstance(model, str | os.PathLike) else ""
 
 
-def _dump(written: Mapping[str, Any], path: Path) -> None:
-    path.write_text(yaml.safe_dump(dict(written), sort_keys=False, allow_unicode=True), encoding="utf-8")
+def _dump(written: Config, path: Path) -> None:
+    path.write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True), encoding="utf-8")

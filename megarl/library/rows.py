@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config.data_sources import NAMED_SETS, is_file, key_steps
+from megarl.config.data_sources import NAMED_SETS, DataSource, is_file, key_steps
 from megarl.errors import ConfigError, DataError, Violation
 
 # Methods by which tables write themselves to a file: ``to_parquet`` of ``datasets.Dataset`` and pandas,
@@ -20,7 +20,7 @@ _TABLES = {"to_parquet": ".parquet", "write_parquet": ".parquet"}
 _ROWS_LOOKED_AT = 1000
 
 
-def source_of(argument: str, data: Any, directory: Path, made: list[Path]) -> dict[str, Any]:
+def source_of(argument: str, data: Any, directory: Path, made: list[Path]) -> DataSource:
     """Return the data source, in the configuration's form, for data that the caller passed.
 
     Args:
@@ -36,7 +36,8 @@ def source_of(argument: str, data: Any, directory: Path, made: list[Path]) -> di
         return _named(argument, os.fspath(data))
     if isinstance(data, Mapping):
         if "path" in data or "name" in data:
-            return dict(data)
+            given: Any = dict(data)
+            return given
         splits = ", ".join(map(repr, data)) or "nothing"
         raise _refused(
             argument,
@@ -86,7 +87,7 @@ def _write_table(argument: str, table: Any, method: str, path: Path) -> None:
         raise _refused(argument, type(table).__name__, bound, fix) from error
 
 
-def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
+def require_columns(argument: str, source: DataSource, kind: Any) -> None:
     """Set a source's missing field keys from common column names such as ``prompt``; existing keys are kept.
 
     Args:
@@ -101,15 +102,15 @@ def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
     from megarl.data.rows import source_name
 
     try:
-        complete_source(source, kind)  # type: ignore[arg-type]
+        complete_source(source, kind)
     except DataError as error:
         what, _, fix = str(error).partition(" Fix: ")
         # The caller passed rows and does not know the name of the file, so omit it from the message.
-        what = what.removeprefix(f"{source_name(source)}: ").rstrip(".")  # type: ignore[arg-type]
+        what = what.removeprefix(f"{source_name(source)}: ").rstrip(".")
         raise _refused(argument, ", ".join(columns_of(source)), what, fix) from error
 
 
-def write_empty_answers(source: dict[str, Any], made: list[Path]) -> None:
+def write_empty_answers(source: DataSource, made: list[Path]) -> None:
     """Write the rows of a source to a new file with empty reference answers, and point the source to it. The
     original file is deleted if this call has created it.
 
@@ -122,7 +123,7 @@ def write_empty_answers(source: dict[str, Any], made: list[Path]) -> None:
     path = Path(source["path"])
     answered = path.with_name(f"{path.stem}-without-answers.jsonl")
     temporary = path.with_name(f".{answered.name}.tmp")
-    rows = rows_of(source)  # type: ignore[arg-type]
+    rows = rows_of(source)
     try:
         _write_rows(
             path.name, ({**row, "answer": ""} for _, row in rows if isinstance(row, Mapping)), temporary
@@ -135,21 +136,21 @@ def write_empty_answers(source: dict[str, Any], made: list[Path]) -> None:
     source["path"] = str(answered)
 
 
-def columns_of(source: Mapping[str, Any]) -> list[str]:
+def columns_of(source: DataSource) -> list[str]:
     """Return the column names of a source's first row; empty if there is none."""
     from megarl.data.rows import rows_of
 
-    _, row = next(iter(rows_of(source)), ("", {}))  # type: ignore[arg-type]
+    _, row = next(iter(rows_of(source)), ("", {}))
     return list(row) if isinstance(row, Mapping) else []
 
 
-def passable_columns(source: Mapping[str, Any]) -> set[str]:
+def passable_columns(source: DataSource) -> set[str]:
     """Return the columns that can be passed to a reward function: present in each of the first 1,000 rows,
     with values that JSON can represent."""
     from megarl.data.rows import rows_of
 
     found: set[str] | None = None
-    for _, row in itertools.islice(rows_of(source), _ROWS_LOOKED_AT):  # type: ignore[arg-type]
+    for _, row in itertools.islice(rows_of(source), _ROWS_LOOKED_AT):
         if isinstance(row, Mapping):
             of_row = {name for name, value in row.items() if key_steps(name) == (name,) and _is_plain(value)}
             found = of_row if found is None else found & of_row
@@ -164,7 +165,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _named(argument: str, text: str) -> dict[str, Any]:
+def _named(argument: str, text: str) -> DataSource:
     path = Path(text).expanduser()
     if path.exists():
         return {"path": str(path)}

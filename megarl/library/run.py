@@ -5,11 +5,14 @@ from __future__ import annotations
 import html
 import itertools
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import DataError
+
+if TYPE_CHECKING:
+    from megarl.config.sections import Config
+    from megarl.observe.sample_files import Sample
 
 _PREFIXES = ("train/", "validation/", "timing/", "performance/")
 _SHOWN = (
@@ -109,7 +112,7 @@ class Run:
             columns[name] = list(map(known.get, steps))
         return Metrics(columns)
 
-    def samples(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
+    def samples(self, step: int | None = None, *, validation: bool = False) -> list[Sample]:
         """Return the prompts, responses and rewards that ``logger.samples`` saved for a step.
 
         Args:
@@ -152,7 +155,7 @@ class Run:
         )
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Config:
         """The resolved configuration of the newest launch."""
         from megarl.run.earlier_launch import CONFIG_FILE, kept_config
 

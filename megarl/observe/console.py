@@ -22,7 +22,6 @@ from megarl.observe.step_line import (
     step_fields,
     throughput_line,
 )
-from megarl.observe.timing import STEP_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +112,13 @@ class TrainingConsole:
         if self._phase is not None:
             self._phase.detail = name
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step.
 
         Args:
             step: number of the step, from 1 to ``total_steps``.
-            metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (also accepted with the prefix
-                ``train/``) and the result of ``PhaseTimer.collect`` (also with ``timing/``). Missing metrics
-                are omitted.
+            metrics: the step's row, with prefixes (``train/loss``, ``timing/step_s``). Missing metrics are
+                omitted.
         """
         now = self._clock()
         self._recent_seconds.append(now - self._last_step_at)
@@ -134,8 +132,6 @@ class TrainingConsole:
             return
         # Use the median, because steps with a validation or a save take longer than the others.
         remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
-        if STEP_SECONDS not in metrics and f"timing/{STEP_SECONDS}" not in metrics:
-            metrics = {**metrics, STEP_SECONDS: self._recent_seconds[-1]}
         # A terminal shows the ETA in the progress bar.
         eta_in_line = remaining_s if not self._console.is_terminal and step < self._total_steps else None
         fields = step_fields(step, self._total_steps, metrics, eta_in_line, self._width())
@@ -146,7 +142,7 @@ class TrainingConsole:
         if self._phase is not None:
             self._phase.done, self._phase.rest_s = step, remaining_s
 
-    def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of a validation, in the order of the mapping. With several validation sets, each
         set's metrics (``NAME/...``) get a line."""
         sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET)]
@@ -202,14 +198,14 @@ class TrainingConsole:
             Text(f"finished: {reached} in {format_seconds(self._clock() - self._started_at)}", style="bold")
         )
 
-    def _add_performance(self, metrics: Mapping[str, Any]) -> None:
+    def _add_performance(self, metrics: Mapping[str, float]) -> None:
         """Sum up the throughput metrics, from the second step on."""
         if self._steps >= _STEADY_STEP:
             for name, value in metrics.items():
                 if name.startswith("performance/"):
-                    self._performance[name] = self._performance.get(name, 0.0) + float(value)
+                    self._performance[name] = self._performance.get(name, 0.0) + value
 
-    def _throughput(self, title: str, metrics: Mapping[str, Any]) -> None:
+    def _throughput(self, title: str, metrics: Mapping[str, float]) -> None:
         line = throughput_line(metrics)
         if line:
             self._say(Text(f"{title}: {line}", style="magenta"))

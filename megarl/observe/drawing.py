@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from megarl.errors import MegarlError
 from megarl.observe.series import Series, running_mean, smoothing_window, thinned
@@ -183,12 +183,17 @@ def phase_title(name: str) -> str:
     return name.removeprefix("timing/").removesuffix("_s").replace("_", " ")
 
 
-def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
+class Legend(TypedDict):
+    """Keyword arguments for ``axes.legend`` or ``figure.legend``."""
+
+    handles: list[Any]
+    labels: list[str]
+    title: str
+
+
+def draw_phases(axes: Axes, series: Mapping[str, Series]) -> Legend:
     """Draw the seconds of each phase per step as stacked bars; more than 60 steps are grouped. ``other`` is
     the time outside of all phases.
-
-    Returns:
-        Keyword arguments for ``axes.legend`` or ``figure.legend``.
     """
     total, phases = series.get(STEP), {phase_title(name): series[name] for name in phase_names(series)}
     steps = sorted(set(total.steps if total else ()).union(*(phase.steps for phase in phases.values())))
@@ -227,15 +232,12 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
     return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)"}
 
 
-def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
+def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> Legend:
     """Draw when the trainer and the engines of an asynchronous run were busy, over the last 12 steps. The
     time axis counts seconds from the start of these steps.
 
     With the ``ready_first`` schedule, the trainer waits for complete groups at the start of a step. Otherwise
     it waits at the end. Engines always wait at the end.
-
-    Returns:
-        Keyword arguments for ``axes.legend`` or ``figure.legend``.
     """
     steps = series[STEP].steps[-TIMELINE_STEPS:]
     nothing = Series((), ())

@@ -10,9 +10,9 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -30,6 +30,21 @@ _LONGEST_REASON = 300
 T = TypeVar("T")
 UnixSeconds = Annotated[float, Field(ge=0, lt=1e12)]
 """Unix seconds in a range that can be converted to a date."""
+
+
+class _Entry(TypedDict, total=False):
+    """A line of the file: a start has fields of ``Launch``, later lines add its restarts and its end."""
+
+    start: float
+    host: str
+    process: int
+    job_id: str
+    array_task: str
+    first_step: int
+    total_steps: int
+    restart: Mapping[str, object]
+    end: float
+    outcome: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +115,9 @@ class LaunchOutcome:
 
     def restarted(self, what: str, error: BaseException, step: int | None = None) -> None:
         """Record a restart of engines or workers; see ``Restart``."""
-        self.write({"restart": {"what": what, "time": time.time(), "reason": _reason(error), "step": step}})
+        self.write({"restart": asdict(Restart(what, time.time(), _reason(error), step))})
 
-    def write(self, entry: Mapping[str, Any]) -> None:
+    def write(self, entry: _Entry) -> None:
         """Append an entry to this launch. No-op if the launch's start was not written or the file has been
         replaced since, because the entry would be attributed to another launch."""
         if self.path is not None and _identity(self.path) == self._identity is not None:
@@ -138,7 +153,7 @@ def _end_starting(outcome: str) -> None:
             _append(path, _end(outcome))
 
 
-def _start(begun: float) -> dict[str, Any]:
+def _start(begun: float) -> _Entry:
     return {
         "start": begun,
         "host": socket.gethostname(),
@@ -225,7 +240,7 @@ def restarts_within(launches: Iterable[Launch], what: str) -> int:
     return sum(restart.what == what for launch in launches for restart in launch.restarts)
 
 
-def _valid(adapter: TypeAdapter[T], entry: Any) -> T | None:
+def _valid(adapter: TypeAdapter[T], entry: object) -> T | None:
     """Convert an entry to its dataclass; return None if a field is missing or has the wrong type."""
     try:
         # Strict validation accepts a list for a tuple only from JSON, not from Python.
@@ -244,7 +259,7 @@ def _reason(error: BaseException) -> str:
     return redacted_text(f"{type(error).__name__}: {lines[0] if lines else ''}")
 
 
-def _end(outcome: str) -> dict[str, Any]:
+def _end(outcome: str) -> _Entry:
     return {"end": time.time(), "outcome": outcome[:_LONGEST_REASON]}
 
 
@@ -257,7 +272,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _append(path: Path, entry: Mapping[str, Any]) -> bool:
+def _append(path: Path, entry: _Entry) -> bool:
     """Append an entry as a line, and return whether that succeeded."""
     try:
         with path.open("ab+") as stream:

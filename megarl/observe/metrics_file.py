@@ -17,6 +17,8 @@ from megarl.errors import DataError
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
+MetricRow = Mapping[str, Any]
+"""Metrics of a step: ``step``, ``time`` in unix seconds, and a number, text or None by metric name."""
 
 
 class MetricsFile:
@@ -38,7 +40,7 @@ class MetricsFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._drop_partial_line()
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: MetricRow) -> None:
         """Append a row.
 
         Raises:
@@ -150,13 +152,13 @@ def metrics_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("metrics*.jsonl") if ".before-" not in path.name)
 
 
-def encoded(row: Mapping[str, Any]) -> bytes:
+def encoded(row: MetricRow) -> bytes:
     """Encode a row as a JSON line."""
     # By default Python writes NaN, which is not JSON.
     return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[MetricRow]:
     """Return all rows of a metrics file. An incomplete last line, which a killed run may leave, is skipped.
 
     Raises:
@@ -170,7 +172,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def stream_metrics(path: Path) -> Iterator[MetricRow]:
     """Yield the rows of a metrics file one by one, because a long run's file is large. No row is no error
     here.
 
@@ -187,7 +189,7 @@ def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[MetricRow]:
     broken: tuple[int, bytes] | None = None
     for number, line in enumerate(lines, 1):
         if broken is not None:
@@ -208,7 +210,7 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             return  # End of the file; a live run may have written more since.
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> MetricRow | None:
     """Decode a row; return None if the line is damaged."""
     try:
         row = json.loads(line)
@@ -217,7 +219,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(row: MetricRow) -> MetricRow:
     finite, broken = dict(row), []
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -225,5 +227,5 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
             broken.append(f"{name} = {value}")
     if broken:
         values = ", ".join(broken)
-        logger.warning("step %s: %s is not finite; metrics.jsonl holds null instead", row.get("step"), values)
+        logger.warning("step %s: %s is not finite; metrics.jsonl holds null instead", row["step"], values)
     return finite

@@ -45,7 +45,7 @@ _OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
 # In inches, at 72 points per inch. A phone of 390 pixels leaves 320 for a plot, so there a point is one
 # pixel.
 _WIDTH, _HEIGHT, _LINE = 320 / 72, 200 / 72, 15 / 72
-_STYLE: dict[str, Any] = {
+_STYLE: dict[str, object] = {
     "font.size": 11.5,
     "font.sans-serif": ["DejaVu Sans", "Verdana"],
     "savefig.facecolor": "none",

@@ -28,8 +28,6 @@ from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# ``compare_runs`` removes the prefix for the label of the axis, so only names with one are usable.
-_REWARDS = tuple(name for name in REWARD_NAMES if "/" in name)
 # File name -> (title, titles of its panels).
 _PICTURES = {"reward.png": ("Reward", ("Reward",)), "loss.png": ("Loss", ("Loss", "Gradient norm"))}
 
@@ -95,9 +93,9 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
     """
     runs = {str(run_dir): collect_series(read_metrics(Path(run_dir) / FILE_NAME)) for run_dir in run_dirs}
     shared = set.intersection(*map(set, runs.values())) if runs else set()
-    metric = next((name for name in ACCURACY_NAMES + _REWARDS if name in shared), None)
+    metric = next((name for name in ACCURACY_NAMES + REWARD_NAMES if name in shared), None)
     if metric is None:
-        wanted = ", ".join(ACCURACY_NAMES + _REWARDS)
+        wanted = ", ".join(ACCURACY_NAMES + REWARD_NAMES)
         raise DataError(
             f"{len(runs)} runs share none of the metrics {wanted}. Fix: give at least one run, all of one "
             "recipe with validation on"

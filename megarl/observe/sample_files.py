@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict
 
 from converters.files.atomic import whole_file
 
@@ -32,7 +32,50 @@ UNSAFE = re.compile(
 """Control characters that a terminal may interpret, characters that change the direction of text, and lone
 surrogates; tab and line feed are allowed."""
 
-Then = Callable[[str, int, Sequence[Mapping[str, Any]]], None]
+Figure = float | str | None
+"""A number of a sample: None if it is unknown, ``inf`` or ``-inf`` if it is infinite."""
+
+
+class SampleTurn(TypedDict, total=False):
+    """A turn of a conversation, see ``megarl.rollout.sample_log``."""
+
+    role: str
+    text: str
+    reward: Figure
+    segment: int
+
+
+class Sample(TypedDict, total=False):
+    """A row of a sample file, see ``megarl.rollout.sample_log``. A user may have edited the file: only
+    ``prompt`` and ``answer`` are known to be there."""
+
+    step: int
+    set: str | None
+    group: int
+    generation: int
+    record: int
+    source: str | None
+    env: str | None
+    prompt: Required[str]
+    answer: Required[str]
+    reference: str
+    reward: Figure
+    accuracy: Figure
+    advantage: Figure
+    mismatch: Figure
+    rewards: Mapping[str, Figure]
+    length: int
+    truncated: bool
+    masked: bool
+    weight_version: int
+    newest_weight_version: int
+    turns: list[SampleTurn]
+    ended: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+Then = Callable[[str, int, Sequence[Mapping[str, object]]], None]
 """Callback for the samples of a step: (kind, step, rows)."""
 
 _NAME = re.compile(rf"({TRAIN}|{VALIDATION})_step_(\d+)\.jsonl")
@@ -56,7 +99,7 @@ class SampleFiles:
             keeps all.
         patience_s: seconds that ``flush`` and ``close`` wait for the disk."""
         self._directory, self._most_files, self._patience_s = directory, most_files, patience_s
-        self._waiting: deque[tuple[str, int, Sequence[Mapping[str, Any]], Then | None]] = deque()
+        self._waiting: deque[tuple[str, int, Sequence[Mapping[str, object]], Then | None]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -64,7 +107,7 @@ class SampleFiles:
         self._lost = 0
 
     def write(
-        self, kind: str, step: int, rows: Sequence[Mapping[str, Any]], then: Then | None = None
+        self, kind: str, step: int, rows: Sequence[Mapping[str, object]], then: Then | None = None
     ) -> None:
         """Queue the samples of a step. They replace an earlier file of that step.
 
@@ -200,13 +243,13 @@ def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
     return sorted(files)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
+def read_samples(path: Path) -> list[Sample]:
     """Return the samples in a file. Other lines, as from manual editing, are skipped with a warning.
 
     Raises:
         OSError: the file cannot be read.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Sample] = []
     damaged = 0
     # ``splitlines`` would also split at other characters inside the texts.
     for line in path.read_bytes().split(b"\n"):
@@ -233,7 +276,7 @@ def shorten(text: str, limit: int) -> str:
     )
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Sample | None:
     try:
         # Python accepts NaN and Infinity, which are not JSON; a user may have edited the file.
         row = json.loads(line, parse_constant=lambda name: None)
@@ -243,7 +286,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if is_sample else None
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def _line(row: Mapping[str, object]) -> bytes:
     """Encode a sample as a JSON line. Letters of all languages stay readable, and characters of ``UNSAFE``
     are escaped, so that a terminal can show the line."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)

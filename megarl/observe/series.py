@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.observe.metrics_file import MetricRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,13 @@ class Log:
     last_time: float | None
 
 
-def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+def collect_series(rows: Iterable[MetricRow]) -> dict[str, Series]:
     """Return the numeric metrics of the rows as curves. Later rows of a step win; null, NaN and infinite
     values are omitted."""
     return dict(collect_log(rows).series)
 
 
-def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
+def collect_log(rows: Iterable[MetricRow]) -> Log:
     """Collect the curves and further facts from the rows. The rows are read once and not kept."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     not_finite: dict[str, int] = {}
@@ -75,7 +78,7 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
     return Log(series, not_finite, last_time)
 
 
-def _finite(value: Any) -> float | None:
+def _finite(value: object) -> float | None:
     """Return a value as a finite float, or None."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan

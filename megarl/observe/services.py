@@ -15,14 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megarl.config.sections import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
+from megarl.config.sections import MlflowConfig, RunConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from megarl.errors import ConfigError, Violation
+from megarl.observe.metrics_file import MetricRow
 from megarl.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
 _WANDB_ID_FILE, _MLFLOW_ID_FILE, _TRACKIO_ID_FILE = "wandb_run_id", "mlflow_run_id", "trackio_run_id"
-_OWN_NAMES = ("step", "time")
+OWN_NAMES = ("step", "time")
 # MLflow's limits on the parameters and metrics in one request, and the seconds to wait at the end of a run
 # for a server that does not accept the last rows.
 _MOST_PARAMS = 100
@@ -50,14 +51,14 @@ class TensorBoardSink:
         self._writer: Any = None
         self._purge_step: int | None = None
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: MetricRow) -> None:
         """Write the numbers of a row; strings are omitted."""
         if self._writer is None:
             # The steps to purge are known only after ``truncate_after``, so create the writer at the first
             # row.
             self._writer = self._writer_class(**self._settings, purge_step=self._purge_step)
         for name, value in row.items():
-            if name not in _OWN_NAMES and isinstance(value, int | float):
+            if name not in OWN_NAMES and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, global_step=row["step"], walltime=row["time"])
         # A killed run would lose the rows in the buffer.
         self._writer.flush()
@@ -79,11 +80,9 @@ class _RunSink:
 
     _run: Any
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: MetricRow) -> None:
         """Log a row."""
-        self._run.log(
-            {name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"]
-        )
+        self._run.log({name: value for name, value in row.items() if name not in OWN_NAMES}, step=row["step"])
 
     def truncate_after(self, step: int) -> None:
         """Do nothing: W&B ignores rows of steps that it already has, and Trackio cannot delete rows."""
@@ -98,7 +97,7 @@ class WandbSink(_RunSink):
 
     name = "Weights & Biases"
 
-    def __init__(self, settings: WandbConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, settings: WandbConfig, log_dir: Path, run_config: RunConfig) -> None:
         """Args:
             settings: keyword arguments of ``wandb.init`` (``project``, ``name``, ...); null means not given.
             log_dir: directory for W&B's files and for a file with the id of the W&B run.
@@ -140,7 +139,7 @@ class MlflowSink:
 
     name = "MLflow"
 
-    def __init__(self, settings: MlflowConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, settings: MlflowConfig, log_dir: Path, run_config: RunConfig) -> None:
         """Args:
             settings: ``experiment_name``, ``run_name`` and ``tracking_uri``; null means not given.
             log_dir: directory for a file with the id of the MLflow run.
@@ -159,7 +158,7 @@ class MlflowSink:
         )
         self._calls = _InOrder("megarl-mlflow")
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: MetricRow) -> None:
         """Queue the numbers of a row for sending; MLflow metrics cannot be strings.
 
         Raises:
@@ -168,7 +167,7 @@ class MlflowSink:
         milliseconds, step = int(row["time"] * 1000), row["step"]
         metrics = []
         for name, value in row.items():
-            if name not in _OWN_NAMES and isinstance(value, int | float):
+            if name not in OWN_NAMES and isinstance(value, int | float):
                 metrics.append(self._entities.Metric(name, float(value), milliseconds, step))
         for first in range(0, len(metrics), _MOST_METRICS):
             part = metrics[first : first + _MOST_METRICS]
@@ -202,7 +201,7 @@ class MlflowSink:
             return None
         return run_id
 
-    def _new_run(self, settings: MlflowConfig, log_dir: Path, run_config: Mapping[str, Any]) -> str:
+    def _new_run(self, settings: MlflowConfig, log_dir: Path, run_config: RunConfig) -> str:
         name = settings["experiment_name"]
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = (
@@ -226,7 +225,7 @@ class TrackioSink(_RunSink):
 
     name = "Trackio"
 
-    def __init__(self, settings: TrackioConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, settings: TrackioConfig, log_dir: Path, run_config: RunConfig) -> None:
         """Args:
             settings: keyword arguments of ``trackio.init`` (``project``, ``name``, ...); null means not
                 given.
@@ -293,12 +292,12 @@ def flat(nested: Mapping[str, Any], prefix: str = "", separator: str = "/") -> I
             yield path, value
 
 
-def _as_columns(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _as_columns(sample: Mapping[str, Any]) -> dict[str, object]:
     plain = {name: value for name, value in sample.items() if not isinstance(value, Mapping | list)}
     return {**plain, **{f"reward/{name}": value for name, value in sample["rewards"].items()}}
 
 
-def _without_nulls(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(settings: WandbConfig | TensorboardConfig | TrackioConfig) -> dict[str, object]:
     return {key: value for key, value in settings.items() if value is not None}
 
 

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megarl.config.nested import at
-from megarl.config.sections import LoggerConfig
+from megarl.config.sections import LoggerConfig, RunConfig
 from megarl.errors import ConfigError
 from megarl.import_path import load_object
-from megarl.observe.metrics_file import FILE_NAME, MetricsFile, encoded
-from megarl.observe.services import MlflowSink, TensorBoardSink, TrackioSink, WandbSink, flat
+from megarl.observe.metrics_file import FILE_NAME, MetricRow, MetricsFile, encoded
+from megarl.observe.services import OWN_NAMES, MlflowSink, TensorBoardSink, TrackioSink, WandbSink, flat
 from megarl.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-_OWN_NAMES = ("step", "time")
 _MOST_BYTES = 64 << 20
 # Subsection of ``logger`` -> class of the sink.
 _SERVICES: dict[str, type[WandbSink] | type[MlflowSink] | type[TrackioSink]] = {
@@ -41,7 +40,7 @@ class Sink(Protocol):
 
     name: str
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: MetricRow) -> None:
         """Write a row ``{"step", "time", name: int | float | bool | str | None}``."""
 
     def truncate_after(self, step: int) -> None:
@@ -72,7 +71,7 @@ class MetricsFileSink:
         self._was_full = False
         self._lost = 0
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: MetricRow) -> None:
         """Append a row, after any queued ones."""
         self._waiting.append((row["step"], encoded(row)))
         # Keep at least one row, even if it alone is larger than the bound.
@@ -148,7 +147,7 @@ class MetricSinks:
         self._failing: set[str] = set()
         self._unusable: set[str] = set()
 
-    def log(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
+    def log(self, metrics: Mapping[str, object], step: int, prefix: str = "") -> None:
         """Write a row to all sinks.
 
         Args:
@@ -159,7 +158,7 @@ class MetricSinks:
         """
         row: dict[str, Any] = {"step": int(step), "time": self._clock()}
         for name, value in flat(metrics, prefix):
-            if name in _OWN_NAMES:
+            if name in OWN_NAMES:
                 continue
             try:
                 row[name] = _scalar(value)
@@ -171,7 +170,7 @@ class MetricSinks:
             # A custom sink may modify its row.
             self._guard(sink, "write", dict(row))
 
-    def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, object]]) -> None:
         """Send the samples of a step to the sinks that support samples (W&B). May be called from any thread,
         and after the step's row.
 
@@ -220,7 +219,7 @@ class MetricSinks:
 
 
 def open_sinks(
-    logger_config: LoggerConfig, run_dir: str | Path, run_config: Mapping[str, Any] | None = None
+    logger_config: LoggerConfig, run_dir: str | Path, run_config: RunConfig | None = None
 ) -> MetricSinks:
     """Open the sinks that a ``logger`` section enables. A sink that cannot be opened is skipped with a
     warning.
@@ -235,7 +234,8 @@ def open_sinks(
         ConfigError: the package of an enabled sink is not installed, or a custom sink cannot be imported.
     """
     directory = Path(run_dir)
-    log_dir, config = Path(logger_config.get("log_dir") or directory), run_config or {}
+    log_dir = Path(logger_config.get("log_dir") or directory)
+    config: Any = run_config or {}
     # Build the sinks one by one below, because each may fail on its own.
     builders: list[tuple[str, Callable[[], Sink]]] = [(FILE_NAME, lambda: MetricsFileSink(directory))]
     if logger_config.get("tensorboard_enabled"):
@@ -266,7 +266,7 @@ def open_sinks(
     return MetricSinks(sinks)
 
 
-def _own_sink(path: str, log_dir: Path, config: Mapping[str, Any]) -> Sink:
+def _own_sink(path: str, log_dir: Path, config: RunConfig) -> Sink:
     """Build the custom sink at an import path. If it has no ``name``, the path becomes its name."""
     sink: Any = load_object(path, "logger.sinks")(log_dir, redacted(config))
     if not isinstance(getattr(sink, "name", None), str):

@@ -5,26 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from megarl.observe.timing import STEP_SECONDS
 
-LOSS_NAMES = ("train/loss", "loss")
-REWARD_NAMES = (
-    "train/reward",
-    "reward",
-    "train/reward_mean",
-    "reward_mean",
-    "train/mean_reward",
-    "mean_reward",
-)
+LOSS_NAMES = ("train/loss",)
+REWARD_NAMES = ("train/reward", "train/reward_mean", "train/mean_reward")
 REWARD_FAULTS = ("reward_errors", "reward_timeouts")
 """Metrics that count responses whose reward failed; shown only if not 0."""
 EPISODES = "episodes/"
 """Prefix of the metrics that count multi-turn conversations by the reason for their end."""
 ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
-GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
-THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")
+GRAD_NORM_NAMES = ("train/grad_norm",)
+THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s")
 _SHORT_PHASES = {
     "generation": "gen",
     "reward": "rew",
@@ -50,7 +42,7 @@ RATED_PHASES = {
 """Phases with throughput metrics under ``performance/`` -> displayed name."""
 
 
-def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
+def first_number(metrics: Mapping[str, float], names: Iterable[str]) -> float | None:
     """Return the first metric of ``names`` that is a number, or None."""
     for name in names:
         value = metrics.get(name)
@@ -59,20 +51,12 @@ def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | No
     return None
 
 
-def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of the top-level phases, longest first, without ``step_s``."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():
         bare_name = name.removeprefix(_TIMING_PREFIX)
-        # Accept known phases without the prefix too, as ``PhaseTimer.collect`` returns them.
-        is_timing = name.startswith(_TIMING_PREFIX) or bare_name.removesuffix("_s") in _SHORT_PHASES
-        if (
-            not is_timing
-            or not bare_name.endswith("_s")
-            or "/" in bare_name
-            or bare_name == STEP_SECONDS
-            or value is None
-        ):
+        if bare_name in (name, STEP_SECONDS) or not bare_name.endswith("_s") or "/" in bare_name:
             continue
         seconds[bare_name.removesuffix("_s")] = float(value)
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
@@ -117,7 +101,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def step_fields(
-    step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int
+    step: int, total_steps: int, metrics: Mapping[str, float], eta_s: float | None, width: int
 ) -> list[tuple[str, str]]:
     """Return the fields of a step's line as (kind, text), to be joined by two spaces.
 
@@ -141,7 +125,7 @@ def step_fields(
     if reward is not None:
         fields.append(("reward", f"reward {reward:.3f}"))
     for name in REWARD_FAULTS:
-        count = first_number(metrics, (f"train/{name}", name))
+        count = first_number(metrics, [f"train/{name}"])
         if count:
             fields.append(("fault", f"{name} {count:.0f}"))
     if grad_norm is not None:
@@ -150,7 +134,7 @@ def step_fields(
     throughput = first_number(metrics, THROUGHPUT_NAMES)
     if throughput is not None:
         optional.append(("throughput", f"{_thousands(throughput):>4} tok/s"))
-    step_seconds = first_number(metrics, (_TIMING_PREFIX + STEP_SECONDS, STEP_SECONDS))
+    step_seconds = first_number(metrics, [_TIMING_PREFIX + STEP_SECONDS])
     if step_seconds is not None:
         # The step time has the highest priority of the optional fields.
         optional.insert(0, ("time", f"{format_seconds(step_seconds):>5}"))
@@ -162,7 +146,7 @@ def step_fields(
     return _with_phases(fields, phase_seconds(metrics), width)
 
 
-def throughput_line(metrics: Mapping[str, Any]) -> str:
+def throughput_line(metrics: Mapping[str, float]) -> str:
     """Return the throughput of the phases as text: ``generation 2.3k tok/s, MFU 12%; training 6.1k tok/s, MFU
     34%; padding efficiency 85%; idle 0.02s``. Empty if no phase has throughput metrics."""
     parts = []

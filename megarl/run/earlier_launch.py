@@ -4,9 +4,8 @@ must not overwrite."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,7 +13,7 @@ from megarl import env
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.storage import read_again
 from megarl.config.nested import put
-from megarl.config.sections import CheckpointingConfig, RunConfig
+from megarl.config.sections import CheckpointingConfig, Config, RunConfig
 from megarl.errors import ConfigError, StorageError, Violation
 from megarl.observe.launches import array_task, read_launches
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
@@ -26,7 +25,7 @@ CONFIG_FILE = "config.yaml"
 _RECIPE = "recipe"
 
 
-def kept_config(path: Path) -> Mapping[str, Any]:
+def kept_config(path: Path) -> Config:
     """Return the configuration that an earlier launch saved in a file; empty if the file is missing or
     unreadable."""
     try:
@@ -35,7 +34,7 @@ def kept_config(path: Path) -> Mapping[str, Any]:
         # Whoever needs the content reports the error; here a missing configuration only means that there is
         # nothing to compare.
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def require_same_recipe(config: RunConfig, run_dir: Path) -> None:

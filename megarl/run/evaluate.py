@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rich.console import Console
 from rich.table import Table
@@ -187,9 +187,28 @@ def _answered(collector: Collector, of_set: ValidationSet, size: int | None) -> 
     return validated
 
 
-def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
-    """Return the result as JSON values: the evaluated weights, ``metrics`` with the names and exact values
-    that a run would log, and ``sets`` with each set's sampling settings and metrics."""
+class EvaluatedWeights(TypedDict):
+    """The weights that were evaluated; a local model is identified by its absolute path."""
+
+    model: str
+    adapter: str | None
+    checkpoint: str | None
+    step: int | None
+
+
+class EvaluationResult(EvaluatedWeights):
+    """Content of a result file: ``metrics`` has the names and exact values that a run would log, ``sets`` the
+    sampling settings and metrics of each validation set."""
+
+    megarl: str
+    engine: str
+    seconds: float
+    metrics: Mapping[str, float]
+    sets: Mapping[str, Mapping[str, Any]]
+
+
+def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -> EvaluationResult:
+    """Return the result as JSON values."""
     from megarl.rollout.evaluation import metrics_of_set, validation_metrics
 
     metrics = validation_metrics(evaluation.validated)
@@ -210,9 +229,7 @@ def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -
     }
 
 
-def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
-    """Return the fields that identify the evaluated weights; a local model is identified by its absolute
-    path."""
+def _weights_of(config: RunConfig, weights: ResumePoint) -> EvaluatedWeights:
     model = config["policy"]["model_name"]
     return {
         # ``result_path`` compares this path with earlier results, which may come from another working
@@ -224,7 +241,7 @@ def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
     }
 
 
-def _sampling_of(plan: SetPlan) -> dict[str, Any]:
+def _sampling_of(plan: SetPlan) -> dict[str, object]:
     """Return the settings with which a validation set was sampled."""
     return {
         "answers_a_prompt": plan.generations,
@@ -242,36 +259,32 @@ def result_path(config: RunConfig, weights: ResumePoint) -> Path:
     named = config["policy"]["merged_adapter"] or config["policy"]["model_name"]
     name = f"step_{weights.step}" if weights.checkpoint is not None else Path(named).name
     directory = Path(config["run_dir"]) / DIRECTORY
-    of_this = {
-        **_weights_of(config, weights),
-        "sets": {plan.name: _sampling_of(plan) for plan in set_plans(config)},
-    }
+    evaluated = _weights_of(config, weights)
+    sampling = {plan.name: _sampling_of(plan) for plan in set_plans(config)}
     paths = itertools.chain(
         [directory / f"{name}.json"], (directory / f"{name}-{number}.json" for number in itertools.count(2))
     )
-    return next(path for path in paths if not path.exists() or _is_result_of(path, of_this))
+    return next(path for path in paths if not path.exists() or _is_result_of(path, evaluated, sampling))
 
 
-def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
+def _is_result_of(
+    path: Path, evaluated: EvaluatedWeights, sampling: Mapping[str, Mapping[str, object]]
+) -> bool:
     """Return whether a file contains a result with these weights, sets and sampling settings."""
     try:
         found = json.loads(path.read_bytes())
-        same_weights = all(found.get(key) == value for key, value in of_this.items() if key != "sets")
-        sets = dict[str, Any]()
+        same_weights = all(found.get(key) == value for key, value in evaluated.items())
+        sets = {}
         for name, figures in found["sets"].items():
-            sets[name] = {key: figures[key] for key in of_this["sets"][name]}
+            sets[name] = {key: figures[key] for key in sampling[name]}
     # A file that is not in this format is not ours to replace.
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
-    return bool(same_weights and sets == of_this["sets"])
+    return same_weights and sets == sampling
 
 
-def result_table(result: Mapping[str, Any]) -> Table:
-    """Return a table with one row of metrics for each validation set.
-
-    Args:
-        result: return value of ``result_of``.
-    """
+def result_table(result: EvaluationResult) -> Table:
+    """Return a table with one row of metrics for each validation set."""
     table = Table(
         title=f"{result['checkpoint'] or result['adapter'] or result['model']}: {result['seconds']:.1f} s"
     )

@@ -291,7 +291,7 @@ def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
     found = ", ".join(f"{source.name}: {source.end - source.start:,}" for source in train.sources)
     left_out = (
         ", without those that data.filter_overlong_prompts leaves out"
-        if config["data"].get("filter_overlong_prompts")
+        if config["data"]["filter_overlong_prompts"]
         else ""
     )
     fix = f"write {key}={records} or less, or give more records"

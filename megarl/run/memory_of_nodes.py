@@ -244,7 +244,7 @@ class WriteOfNodes:
                 "and the driver share"
             )
 
-    def _named(self, nodes: Mapping[str, Any] | Sequence[str]) -> str:
+    def _named(self, nodes: Mapping[str, object] | Sequence[str]) -> str:
         return "node " + ", ".join(map(self._memory.name_of, nodes))
 
 
@@ -263,13 +263,10 @@ def _actor_on(node: str, checkpoint_dir: Path) -> Any:
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     # Restart an actor that dies, so that it can take the next checkpoint. Several concurrent calls let
     # ``free`` run during a ``write``, even one that hangs.
-    options: dict[str, Any] = {
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_concurrency": 4,
-        "scheduling_strategy": place,
-    }
-    return ray_calls.submit(ray.remote(NodeMemory).options(**options), str(checkpoint_dir), node)
+    actor = ray.remote(NodeMemory).options(
+        num_cpus=0, max_restarts=-1, max_concurrency=4, scheduling_strategy=place
+    )
+    return ray_calls.submit(actor, str(checkpoint_dir), node)
 
 
 def _has_answered(call: ray.ObjectRef[Any]) -> bool:

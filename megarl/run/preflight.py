@@ -14,9 +14,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -49,8 +48,6 @@ from megarl.import_path import is_import_path
 from megarl.redaction import redacted_text
 from megarl.rollout.rewards import RewardSpec, get_reward
 from megarl.run.start import engine_of
-
-Config = Mapping[str, Any]
 
 # Timeout in seconds of one network check; proxies may be slow.
 _LOOK_S = 10.0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -32,7 +32,7 @@ from megarl.errors import (
 from megarl.redaction import redacted
 
 if TYPE_CHECKING:
-    from megarl.checkpoint.manager import CheckpointManager
+    from megarl.checkpoint.manager import CheckpointManager, TrainingInfo
     from megarl.config.plugins import Role
     from megarl.models.policy.interfaces import PolicyInterface
 
@@ -53,7 +53,7 @@ class ResumePoint:
     """
 
     step: int = 0
-    sampler_state: Mapping[str, Any] | None = None
+    sampler_state: Mapping[str, object] | None = None
     checkpoint: Path | None = None
 
     def weights_path(self, role: Role) -> Path | None:
@@ -174,7 +174,7 @@ class UncommittedCheckpoint:
 
     step: int
     path: Path
-    info: Mapping[str, Any]
+    info: TrainingInfo
     memory: CheckpointMemory | None
     is_last: Callable[[], bool]
 
@@ -208,7 +208,7 @@ class CheckpointWriter:
     manager: CheckpointManager
     models: Mapping[Role, PolicyInterface]
     save_period: int
-    run_config: Mapping[str, Any] = field(default_factory=dict)
+    run_config: RunConfig | None = None
     committed: Callable[[int], None] = lambda step: None
     before_commit: Callable[[], None] = lambda: None
     most_failed: int = 1
@@ -289,7 +289,7 @@ class CheckpointWriter:
     def saving(
         self,
         step: int,
-        sampler_state: Mapping[str, Any],
+        sampler_state: Mapping[str, object],
         metrics: Mapping[str, float],
         is_last: Callable[[], bool] = lambda: False,
         *,
@@ -315,12 +315,16 @@ class CheckpointWriter:
         """
         # The previous checkpoint occupies the memory that this one needs, so wait for its write.
         self.settle(wait=True)
-        info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
+        info: TrainingInfo = {
+            "step": step,
+            "sampler": dict(sampler_state),
+            "metrics": _ranking_metrics(metrics),
+        }
         failure: CheckpointError | OSError | None = None
         path: Path | None = None
         memory: CheckpointMemory | None = None
         try:
-            path = begun = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
+            path = begun = self.manager.init_tmp_checkpoint(step, info, self.run_config)
             self.beside(begun)
             # The run waits for the last checkpoint in any case, so write it directly to disk.
             memory = None if self.memory is None or is_last() else self._left_in(self.memory)

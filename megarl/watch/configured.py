@@ -4,16 +4,16 @@ settings that are invalid count as absent."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
 from megarl.config.algorithms import ORDER
 from megarl.config.backend import enabled_backend
 from megarl.config.policy import PolicyConfig
+from megarl.config.sections import Config
 from megarl.import_path import is_import_path
 
 CONFIG_FILE = "config.yaml"
@@ -81,7 +81,7 @@ def _start_directory(run_dir: Path, configured: str | None) -> Path:
     return Path(above or "/") if above != place or below == os.curdir else Path()
 
 
-def _backend(policy: Mapping[str, Any]) -> str:
+def _backend(policy: Config) -> str:
     # A missing section means that this backend is not enabled.
     sections = {
         name: {"enabled": False, **_section(policy, name)} for name in ("megatron_cfg", "dtensor_cfg")
@@ -102,7 +102,7 @@ def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str |
     return beside if beside.is_dir() else start / configured
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Config:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, PermissionError, ValueError, RecursionError, yaml.YAMLError):
@@ -110,10 +110,10 @@ def _read(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _section(config: Config, name: str) -> Config:
     section = config.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megarl.observe.sample_files import (
     TRAIN,
     UNSAFE,
     VALIDATION,
+    Sample,
     list_samples,
     read_samples,
     shorten,
@@ -287,7 +288,7 @@ def samples_panel(run_dir: Path) -> str:
     )
 
 
-def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
+def _of_kind(directory: Path, kind: str) -> dict[str, object] | None:
     """Return the panel's data for one kind of samples: the samples of evenly spaced steps, and the total
     numbers of steps and samples. None if there are none."""
     files = list_samples(directory, kind)
@@ -312,15 +313,15 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
 
 
-def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
+def _within(rows: Sequence[Sample], most_bytes: int) -> list[dict[str, object]]:
     """Return the first samples that fit into ``most_bytes``, at least one, without the fields that the panel
     does not show."""
-    kept: list[dict[str, Any]] = []
+    kept: list[dict[str, object]] = []
     for row in rows:
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
         for name in _TEXTS:
-            if isinstance(row.get(name), str):
-                shown[name] = shorten(row[name], _MOST_CHARACTERS)
+            if isinstance(text := row.get(name), str):
+                shown[name] = shorten(text, _MOST_CHARACTERS)
         if isinstance(row.get("turns"), list):
             shown["turns"] = [
                 {**turn, "text": shorten(turn["text"], _MOST_CHARACTERS)}

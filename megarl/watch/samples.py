@@ -18,11 +18,10 @@ from rich.text import Text
 from megarl.config.places import read_in_time
 from megarl.config.report import output_console
 from megarl.errors import DataError
-from megarl.observe.sample_files import DIRECTORY, TRAIN, UNSAFE, list_samples, read_samples
+from megarl.observe.sample_files import DIRECTORY, TRAIN, UNSAFE, Sample, list_samples, read_samples
 from megarl.observe.step_line import format_number
 from megarl.watch.run_state import require_run
 
-Sample = Mapping[str, Any]
 Order = Literal["worst", "best", "longest"]
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -74,7 +73,7 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
     return 0
 
 
-def as_plain(state: RunState) -> dict[str, Any]:
+def as_plain(state: RunState) -> dict[str, object]:
     """Return the state as JSON-compatible data.
 
     The metrics of ``SHOWN``, the mismatch and the memory have their last, first, smallest and largest value.

@@ -367,8 +367,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "checkpoints: two are written at a time": Row(
         "megarl/run/resume.py",
-        "        self.settle(wait=True)\n        info =",
-        "        info =",
+        "        self.settle(wait=True)\n        info: TrainingInfo =",
+        "        info: TrainingInfo =",
         ("unit/test_async_saves.py",),
     ),
     "checkpoints: ranks of another node find no directory": Row(

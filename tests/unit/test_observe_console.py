@@ -131,7 +131,7 @@ def test_missing_metrics_and_no_steps() -> None:
     last = stream.getvalue().splitlines()[-1]
     assert last == "already finished (7 of 7 steps); a larger max_num_steps continues it"
     stream.truncate(0)
-    view.step(4, {})
+    view.step(4, {"timing/step_s": 0.5})
     assert re.search(r"step 4/7 +\d\.\d\ds", stream.getvalue())
 
 
@@ -151,7 +151,7 @@ def test_eta_is_the_median_step_times_the_steps_left() -> None:
     view.start()
     for step, seconds in enumerate((100.0, 2.0, 2.0), 1):
         clock.now += seconds
-        view.step(step, {"loss": 1.0})
+        view.step(step, {"train/loss": 1.0})
     assert stream.getvalue().splitlines()[-1].endswith("ETA 14s")
 
 
@@ -161,7 +161,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_run() -> None:
         "import sys\n"
         "view = TrainingConsole(5000, 't')\n"
         "view.start()\n"
-        "for step in range(1, 5001): view.step(step, {'loss': 1.0})\n"
+        "for step in range(1, 5001): view.step(step, {'train/loss': 1.0})\n"
         "view.finish()\n"
         "sys.stderr.write('trained to the end')\n"
     )
@@ -198,10 +198,6 @@ def test_optional_parts_never_overflow_the_width(
 
 def test_phases_are_those_of_the_top_level_longest_first() -> None:
     assert phase_seconds(FULL) == {"generation": 2.1, "train": 1.8, "logprobs": 0.21}
-    assert phase_seconds({"generation_s": 1.0, "reward_s": 2.0, "step_s": 3.0, "other_s": 1.0}) == {
-        "reward": 2.0,
-        "generation": 1.0,
-    }
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_the_first_step_shows_its_phases_in_a_pipe() -> None:
         console.start()
         console.working_on("generation")
         assert file.seen.wait(60)
-        console.step(1, {"loss": 1.0})
+        console.step(1, {"train/loss": 1.0})
         console.working_on("train")
         console.finish()
     lines = without_seconds(file.getvalue())
@@ -130,6 +130,6 @@ def test_the_first_step_shows_its_phases_in_a_pipe() -> None:
 def test_a_run_that_was_stopped_has_not_finished() -> None:
     file = io.StringIO()
     with TrainingConsole(3, "GRPO", console=plain(file)) as console:
-        console.step(1, {"loss": 1.0})
+        console.step(1, {"train/loss": 1.0})
         console.stopped("stopped after step 1 (SIGTERM); start it again")
     assert "finished" not in file.getvalue() and file.getvalue().rstrip().endswith("start it again")

@@ -349,7 +349,7 @@ with listening_for_stop(directory, Attempt()) as stop, stop.deferred(), shown as
     (directory / "ready").touch()
     while stop.reason is None:
         pass
-    console.step(1, {"loss": 1.0})
+    console.step(1, {"train/loss": 1.0})
     print("a line", flush=True)
     print("another one", file=sys.stderr, flush=True)
 (directory / "said").write_text(stop.reason)

@@ -18,6 +18,7 @@ from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES, training_
 from megarl.config.rules.run import SCORING, TOKEN_RULES, TRAINED_BATCH_RULES, megatron_trains
 from megarl.config.rules.table import TABLE_OF_MODELS
 from megarl.config.rules.view import NotApplicableError, Rule, View
+from megarl.config.sections import Config
 from megarl.errors import Violation
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 _WANTED = "wanted_head"
 
 
-def with_model_as_policy(
-    config: Mapping[str, Any], path: str, faulty: Collection[str] = ()
-) -> dict[str, Any]:
+def with_model_as_policy(config: Mapping[str, Any], path: str, faulty: Collection[str] = ()) -> Config:
     """Return a run's configuration with the section at ``path`` in the place of ``policy``, and with the
     cluster reduced to the training ranks."""
     cluster = config.get("cluster")

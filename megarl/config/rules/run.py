@@ -220,7 +220,7 @@ def _fault_of_estimator(found: Any) -> str | None:
     return None if _takes(found, None) else "it does not accept its one argument, the AdvantageInputs"
 
 
-def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
+def _fault_of_loss(found: Any, section: ClippedPGLossConfig) -> str | None:
     """Return why a custom loss cannot be constructed from its section, or not be called as a loss; None if
     it is valid."""
     if not inspect.isclass(found) and not _takes(found, section):
@@ -768,7 +768,7 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
         )
 
 
-def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[Mapping[str, Any]]:
+def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[Mapping[str, object]]:
     """Yield changes of the global batch size with which it divides over the ranks, and divides the samples
     of a step. Those that also divide into micro-batches come first; some change the number of prompts as
     well."""
