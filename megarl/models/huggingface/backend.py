@@ -26,6 +26,7 @@ from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.adapters import AdapterConfig, AdapterExport
 from megarl.models.engine.backend import Part, Place, StepOutcome, WriteModelFiles, require_optimizer
 from megarl.models.engine.groups import ParallelGroups, share_random_state
 from megarl.models.engine.logprobs import VocabularyShard
@@ -48,6 +49,7 @@ from megarl.models.huggingface.optimizer import (
     saved_schedule,
     schedule_values,
 )
+from megarl.weight_sync.plan import WeightIterator
 from megarl.weight_sync.slices import Slice, Slices
 
 # Checkpoint keys of the loss scale, stored in the first parameter group.
@@ -169,7 +171,7 @@ class HuggingFaceBackend(ABC):
         different numbers and lengths of rows."""
 
     @abstractmethod
-    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf(self) -> WeightIterator:
         """Yield Hugging Face names and full tensors in ``policy.precision``."""
 
     @property
@@ -186,7 +188,7 @@ class HuggingFaceBackend(ABC):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._parameters.items())
 
-    def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trainable(self) -> WeightIterator:
         for name, parameter in self.parameters():
             if parameter.requires_grad:
                 yield name, parameter
@@ -194,7 +196,7 @@ class HuggingFaceBackend(ABC):
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
         return None
 
-    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+    def export_adapters(self) -> AdapterExport | None:
         return None
 
     def zero_grad(self) -> None:
@@ -236,7 +238,7 @@ class HuggingFaceBackend(ABC):
     def parameters_changed(self) -> None:  # noqa: B027 - there is nothing to do
         """Do nothing: there are no copies, and the next pass reads the parameters again."""
 
-    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_stage(self) -> WeightIterator:
         """Export all weights, because there is only one stage."""
         return self.export_hf()
 
@@ -244,7 +246,7 @@ class HuggingFaceBackend(ABC):
         """Return an empty mapping, because all weights are gathered."""
         return {}
 
-    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_slices(self) -> WeightIterator:
         """Export all weights in full."""
         return self.export_hf()
 
@@ -314,7 +316,7 @@ class HuggingFaceBackend(ABC):
             require_optimizer(self.optimizer)
             checkpoint.require(optimizer)
 
-    def _as_peft(self) -> dict[str, Any] | None:
+    def _as_peft(self) -> AdapterConfig | None:
         """Return PEFT's config of the adapters; None if there are none."""
         return None
 

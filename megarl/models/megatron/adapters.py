@@ -61,6 +61,7 @@ from megarl.errors import ConfigError, Violation
 from megarl.models.engine.adapters import (
     KEY,
     SAVED_SCORE,
+    AdapterConfig,
     AdapterSettings,
     AdapterSwitch,
     FirstFactors,
@@ -565,7 +566,7 @@ class Adapters:
         """
         return _Exported(held, self._by_weight if self.switch.is_on else {})
 
-    def as_peft(self) -> dict[str, Any]:
+    def as_peft(self) -> AdapterConfig:
         """Return PEFT's config of the adapters."""
         return self.settings.as_peft(
             self.adapted, self._matrices, [stack.name for stack in self._stacks], self._other_stacks
