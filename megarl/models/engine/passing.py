@@ -44,7 +44,7 @@ class WorkerTrainResult(TypedDict):
     all_mb_metrics: dict[str, list[float]]
     skipped: list[dict[str, Any]]
     positions: int
-    gpu_info: dict[str, Any] | None
+    gpu_info: Any
 
 
 class PassingWorker(WorkerState):
