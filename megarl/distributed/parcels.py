@@ -95,7 +95,7 @@ class Parcels:
     columns: Columns
     lengths: np.ndarray | None
 
-    def unpack(self) -> dict[str, Any]:
+    def unpack(self) -> Columns:
         """Return the unpacked columns by name."""
         return {
             name: value.unpack(self.lengths) if isinstance(value, Parcel) else value

@@ -3,9 +3,9 @@ that comes with the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from megarl.distributed.parcels import Columns
 from megarl.errors import BatchError
@@ -24,7 +24,7 @@ class Chunk(Protocol):
     """This data-parallel rank's rows of one global batch."""
 
     @property
-    def data(self) -> Mapping[str, Any]:
+    def data(self) -> Columns:
         """The columns of the chunk."""
 
     @property

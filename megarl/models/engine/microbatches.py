@@ -106,12 +106,12 @@ def chosen_size(given: int | None, configured: int, what: str) -> int:
     return value
 
 
-def slice_rows(data: Columns, first: int, last: int) -> dict[str, Any]:
+def slice_rows(data: Columns, first: int, last: int) -> Columns:
     """Return rows ``first`` to ``last`` (exclusive) of every column. Tensors become views."""
     return {key: value[first:last] for key, value in data.items()}
 
 
-def move_to(data: Columns, device: torch.device, *, wanted: torch.Tensor | None = None) -> dict[str, Any]:
+def move_to(data: Columns, device: torch.device, *, wanted: torch.Tensor | None = None) -> Columns:
     """Copy a batch's tensors from the host to ``device``, and keep on the host what the host needs later.
 
     Args:
@@ -149,7 +149,7 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def fit_sequences(data: Columns, length: int) -> dict[str, Any]:
+def fit_sequences(data: Columns, length: int) -> Columns:
     """Truncate or zero-pad dimension 1 of every tensor to ``length``, on the right. Tensors with one
     dimension are unchanged."""
 
@@ -173,7 +173,7 @@ def split_rows(data: Columns, micro_batch_size: int, shapes: Shapes) -> list[Mic
     return [MicroBatch(slice_rows(padded, first, last), False, length) for first, last in limits]
 
 
-def repeat_last_row(data: Columns, missing: int) -> dict[str, Any]:
+def repeat_last_row(data: Columns, missing: int) -> Columns:
     """Append ``missing`` copies of a batch's last row."""
     # A copy of a real row has valid values in every column. Its results are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]

@@ -256,7 +256,7 @@ class HuggingFaceBackend(ABC):
 
     @torch.no_grad()
     def generate(
-        self, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
+        self, data: BatchedDataDict[Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
     ) -> BatchedDataDict[Any]:
         """Continue prompts; see ``decode``.
 

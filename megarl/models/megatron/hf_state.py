@@ -8,7 +8,6 @@ others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from megarl.models.megatron.parallel import ExpertGroups, holders
 from megarl.weight_sync.plan import WeightIterator
 
 # A module's dictionary of parameters or buffers, and a key in it.
-TensorPlace = tuple[dict[str, Any], str]
+TensorPlace = tuple[dict[str, torch.Tensor], str]
 
 ADAPTER = "adapter"
 """Name of the submodule that holds a layer's adapters."""

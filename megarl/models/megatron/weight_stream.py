@@ -676,7 +676,7 @@ class WeightStream:
         """Number of experts per rank."""
         return (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size
 
-    def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
+    def _entry(self, rule: Rule, stages: Sequence[Mapping[str, tuple[Sequence[int], torch.dtype]]]) -> _Entry:
         """Return the location of a parameter.
 
         For an expert of another rank, look up this rank's expert at the same local index, which has the same
