@@ -8,14 +8,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from converters.untouched import Untouched
 from megarl.errors import StateError
-from megarl.models.engine.adapters import AdapterExport
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
@@ -23,6 +22,9 @@ from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.weight_sync.plan import WeightIterator
 from megarl.weight_sync.slices import Slice, Slices
+
+if TYPE_CHECKING:
+    from megarl.models.engine.adapters import AdapterExport
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.models.engine.adapters import AdapterConfig, AdapterExport
 from megarl.models.engine.backend import Part, Place, StepOutcome, WriteModelFiles, require_optimizer
 from megarl.models.engine.groups import ParallelGroups, share_random_state
 from megarl.models.engine.logprobs import VocabularyShard
@@ -51,6 +50,9 @@ from megarl.models.huggingface.optimizer import (
 )
 from megarl.weight_sync.plan import WeightIterator
 from megarl.weight_sync.slices import Slice, Slices
+
+if TYPE_CHECKING:
+    from megarl.models.engine.adapters import AdapterConfig, AdapterExport
 
 # Checkpoint keys of the loss scale, stored in the first parameter group.
 SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")

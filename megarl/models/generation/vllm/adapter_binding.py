@@ -7,7 +7,7 @@ arrive by a refit, and vLLM must use every one of them, with the policy's scale;
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -15,7 +15,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from megarl.errors import RefitError
-from megarl.models.generation.vllm.options import AdapterScale
+
+if TYPE_CHECKING:
+    from megarl.models.generation.vllm.options import AdapterScale
 
 ADAPTER = 1
 """vLLM's id of the policy's adapter, the only one of an engine."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -27,7 +27,6 @@ from megarl.distributed.device import is_out_of_memory, runtime_on
 from megarl.errors import RefitError
 from megarl.models.generation.vllm.adapter_binding import AdapterBinding
 from megarl.models.generation.vllm.expert_stacks import ExpertStacks
-from megarl.models.generation.vllm.options import AdapterScale
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.mailbox import CarriedPayload, MailboxHandle, MailboxReader, mailbox_for
 from megarl.weight_sync.manifest import Manifest
@@ -35,6 +34,9 @@ from megarl.weight_sync.plan import TensorInfo
 from megarl.weight_sync.session import WeightReceiver, payload_for
 from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
+
+if TYPE_CHECKING:
+    from megarl.models.generation.vllm.options import AdapterScale
 
 logger = logging.getLogger(__name__)
 _ENDED_EARLY = "the refit ended before all weights had arrived: refit again"
