@@ -3,12 +3,13 @@ messages name the column, the expected value and the given value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.distributed.parcels import Columns
 from megarl.errors import BatchError
 
 
@@ -91,7 +92,7 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
     return problems
 
 
-def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> None:
+def check_scored_tokens(data: Columns, key: str, vocab_size: int) -> None:
     """Check a column of additional tokens to score. A token outside the vocabulary has no logit on any rank,
     and would silently count as a logit of 0.
 
@@ -122,7 +123,7 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
         )
 
 
-def check_sequence_dimension(data: Mapping[str, Any]) -> None:
+def check_sequence_dimension(data: Columns) -> None:
     """Check that all columns have as many rows, and tensors as many columns, as ``input_ids``. Workers check
     their own data with this.
 
@@ -138,7 +139,7 @@ def check_sequence_dimension(data: Mapping[str, Any]) -> None:
         raise BatchError("; ".join(problems))
 
 
-def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]:
+def _shape_problems(data: Columns, rows: int, width: int) -> list[str]:
     problems = []
     for key, value in data.items():
         if isinstance(value, Tensor):

@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
 from itertools import chain
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypedDict, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.distributed.parcels import Packer, Parcels
+from megarl.distributed.parcels import Columns, Packer, Parcels
 from megarl.distributed.shard_plan import (
     DynamicBatchingArgs,
     SequencePackingArgs,
@@ -141,7 +141,7 @@ def _from_bytes(data: Tensor, like: Tensor, rows: int) -> Tensor:
     return data.view(like.dtype).reshape(rows, *like.shape[1:])
 
 
-def count_rows(columns: Mapping[str, Any]) -> int:
+def count_rows(columns: Columns) -> int:
     """Return the number of rows that all columns have; 0 without columns.
 
     Raises:
@@ -217,7 +217,7 @@ def _join_padded(values: Sequence[Tensor], width: int, pad_value: float) -> Tens
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
-DictT = TypeVar("DictT", bound=Mapping[str, Any])
+DictT = TypeVar("DictT", bound=Columns)
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
@@ -249,7 +249,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @classmethod
     def from_batches(
-        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+        cls, batches: Sequence[Columns], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
         """Stack batches. Tensors are right-padded along dim 1 to the longest.
 
@@ -718,8 +718,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return [DealtRows(self, packer, plan.rows, _micro_batches_of(plan, packed)) for plan in plans]
 
 
-class SlicedDataDict(BatchedDataDict[Mapping[str, Any]]):
+class SlicedDataDict(BatchedDataDict[Columns]):
     """A part of a batch: a shard, a global batch or a micro-batch."""
+
+
+class MicroBatches(TypedDict, total=False):
+    """The micro-batch plan of a shard, if it has one: attributes of ``BatchedDataDict``."""
+
+    micro_batch_indices: list[list[list[int]]]
+    micro_batch_lengths: list[list[int]]
+    elem_counts_per_gb: list[int] | None
 
 
 class DealtRows:
@@ -737,7 +745,7 @@ class DealtRows:
         batch: BatchedDataDict[Any],
         packer: Packer,
         rows: Sequence[int],
-        micro_batches: Mapping[str, Any],
+        micro_batches: MicroBatches,
     ) -> None:
         self.rows = rows
         self._batch = batch
@@ -775,7 +783,7 @@ def with_columns(dealt: Sequence[DealtRows], keys: Collection[str]) -> list[Deal
     return [DealtRows(narrow, packer, deal.rows, deal._micro_batches) for deal in dealt]
 
 
-def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:
+def _micro_batches_of(plan: ShardPlan, packed: bool) -> MicroBatches:
     return {
         "micro_batch_indices": plan.micro_batch_indices,
         "micro_batch_lengths": plan.micro_batch_lengths,
@@ -784,7 +792,7 @@ def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:
 
 
 def _arrived(
-    kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, Any]
+    kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, object]
 ) -> BatchedDataDict[Any]:
     """Rebuild a batch that another process has sent."""
     batch = kind(parcels.unpack())

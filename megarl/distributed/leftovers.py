@@ -16,7 +16,6 @@ import socket
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ def _is_abandoned(directory: Path) -> bool:
         return False
 
 
-def _identity(process: int) -> dict[str, Any]:
+def _identity(process: int) -> dict[str, int | str]:
     """Return the data that identifies a process: its id, its start time, and the namespace of the id. The
     start time is 0 if there is no such process.
 

@@ -12,12 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Columns: TypeAlias = Mapping[str, Any]
+"""Columns of a batch by name: tensors [B, ...], whose dim 1, if any, is the sequence; and lists of B items.
+Any algorithm, environment or loss may add a column of its own, so names are not fixed."""
 LENGTH_KEYS = ("input_lengths", "unpadded_sequence_lengths")
 """Columns that contain the row lengths of the other columns. Without such a column, a row ends after its last
 nonzero value in the first column that has positions."""
@@ -89,10 +92,10 @@ class Parcels:
         lengths: [B] int32, the ends of the rows; None if all padding is sent.
     """
 
-    columns: Mapping[str, Any]
+    columns: Columns
     lengths: np.ndarray | None
 
-    def unpack(self) -> dict[str, Any]:
+    def unpack(self) -> Columns:
         """Return the unpacked columns by name."""
         return {
             name: value.unpack(self.lengths) if isinstance(value, Parcel) else value
@@ -104,11 +107,9 @@ class Packer:
     """Packs rows of a batch for other processes. What can be omitted from each column, such as padding, is
     determined once for all calls.
 
-    Args:
-        columns: tensors [B, ...], whose dim 1, if any, is the sequence; and lists of B items.
     """
 
-    def __init__(self, columns: Mapping[str, Any]) -> None:
+    def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._arrays = {name: _integers(value) for name, value in columns.items() if _is_plain(value)}
 

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import ray
 
@@ -124,7 +124,18 @@ def kill(actor: Any, no_restart: bool = True) -> None:
         ray.kill(actor, no_restart=no_restart)
 
 
-def nodes() -> list[dict[str, Any]]:
+class NodeRecord(TypedDict):
+    """The fields of ``ray.nodes`` that megarl reads."""
+
+    NodeID: str
+    NodeName: str
+    NodeManagerAddress: str
+    NodeManagerPort: int
+    Alive: bool
+    Resources: dict[str, float]
+
+
+def nodes() -> list[NodeRecord]:
     """Call ``ray.nodes``, which returns one entry for each node, alive or dead."""
     with calling("ray.nodes"):
         return ray.nodes()

@@ -48,7 +48,7 @@ def lost_node_name(node_id: str) -> str | None:
     with contextlib.suppress(RayError, RuntimeError, OSError):
         for node in ray_calls.nodes():
             if node["NodeID"] == node_id and not node["Alive"]:
-                return str(node["NodeName"])
+                return node["NodeName"]
     return None
 
 

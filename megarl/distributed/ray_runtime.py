@@ -126,7 +126,7 @@ def init_ray(
     # By default, Ray sends usage statistics to its developers.
     env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
     _redact_what_workers_print()
-    runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
+    runtime_env: dict[str, dict[str, str]] = {"env_vars": forwarded_environment()}
     address = env.text("RAY_ADDRESS")
     with _termination_handler_kept():
         # For Ray, the address "local" is a request to start a local Ray.
@@ -312,7 +312,7 @@ def _failure(error: Exception) -> type[MegarlError]:
 
 
 def _attach(
-    address: str, runtime_env: dict[str, Any], log_to_driver: bool, end: float, silent_s: float
+    address: str, runtime_env: dict[str, dict[str, str]], log_to_driver: bool, end: float, silent_s: float
 ) -> None:
     options = {
         "address": address,
@@ -334,7 +334,7 @@ def _start_local(
     num_cpus: int | None,
     log_to_driver: bool,
     object_store_bytes: int | None,
-    runtime_env: dict[str, Any],
+    runtime_env: dict[str, dict[str, str]],
     end: float,
     silent_s: float,
 ) -> None:

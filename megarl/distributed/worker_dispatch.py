@@ -17,7 +17,7 @@ class WorkerCall:
     result."""
 
     worker: int
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, object]
     returns: bool = True
 
 
@@ -55,7 +55,7 @@ def _is_first(coordinates: Mapping[str, int], axes: Iterable[str]) -> bool:
 
 
 def plan_multiple_data(
-    workers: Sequence[int], common_kwargs: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]
+    workers: Sequence[int], common_kwargs: Mapping[str, object], lists: Mapping[str, Sequence[Any]]
 ) -> list[WorkerCall]:
     """Give the i-th of ``workers`` item i of every list, and ``common_kwargs``.
 
@@ -79,8 +79,8 @@ def plan_sharded_data(
     replicate_on_axes: Sequence[str],
     output_is_replicated: Sequence[str],
     dummy_calls_on_free_axes: bool,
-    common_kwargs: Mapping[str, Any],
-    nested: Mapping[str, Any],
+    common_kwargs: Mapping[str, object],
+    nested: Mapping[str, object],
 ) -> list[WorkerCall]:
     """Give every worker its shard of the nested lists.
 
@@ -138,7 +138,7 @@ def _check_axes(sharding: NamedSharding, axes: Sequence[str]) -> None:
         )
 
 
-def _check_distinct(common_kwargs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_distinct(common_kwargs: Mapping[str, object], own: Mapping[str, object]) -> None:
     both = sorted(set(common_kwargs) & set(own))
     if both:
         raise BatchError(

@@ -7,10 +7,12 @@ import copy
 import fnmatch
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl import env
 
+RayOptions: TypeAlias = Mapping[str, Any]
+"""Options of a Ray actor, or a part of them, as its decorator and its callers give them. Ray checks them."""
 _SHORT_AXIS_NAMES = {
     "pipeline_parallel": "pp",
     "data_parallel": "dp",
@@ -21,9 +23,7 @@ _SHORT_AXIS_NAMES = {
 }
 
 
-def recursive_merge_options(
-    default_options: Mapping[str, Any], extra_options: Mapping[str, Any]
-) -> dict[str, Any]:
+def recursive_merge_options(default_options: RayOptions, extra_options: RayOptions) -> RayOptions:
     """Merge two nested option mappings. Values of ``extra_options`` override those of ``default_options``.
     The result is a deep copy.
 
@@ -35,7 +35,7 @@ def recursive_merge_options(
     return _merge(default_copy, extra_copy)
 
 
-def _with_public_nsight_key(options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_public_nsight_key(options: RayOptions) -> RayOptions:
     result = copy.deepcopy(dict(options))
     runtime_env = result.get("runtime_env")
     if isinstance(runtime_env, Mapping) and "_nsight" in runtime_env:
@@ -46,7 +46,7 @@ def _with_public_nsight_key(options: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(default: RayOptions, extra: RayOptions) -> RayOptions:
     merged = dict(default)
     for key, value in extra.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
@@ -58,7 +58,7 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
 
 def get_nsight_config_if_pattern_matches(
     worker_name: str, patterns: str | None = None, step_range: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, dict[str, str]]:
     """Return the entry of a Ray runtime environment that runs a worker under NVIDIA Nsight Systems; ``{}`` if
     no pattern matches.
 

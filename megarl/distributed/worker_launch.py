@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.distributed import ray_calls
 from megarl.distributed.rendezvous import Endpoint
-from megarl.distributed.worker_group_utils import recursive_merge_options
+from megarl.distributed.worker_group_utils import RayOptions, recursive_merge_options
 from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
 from megarl.distributed.worker_shell import ClassRequirements, WorkerHandle, WorkerProcess, WorkerShell
 
@@ -52,7 +52,7 @@ class WorkerSpec:
     num_gpus: float
     bundle_indices: tuple[int, list[int]] | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    options: RayOptions = field(default_factory=dict)
     coordinates: dict[str, int] | None = None
 
 
@@ -227,16 +227,16 @@ def kill_actor(actor: ActorHandle[Any]) -> None:
         ray_calls.kill(actor)
 
 
-def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> dict[str, Any]:
+def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> RayOptions:
     """Return the Ray options of one worker. Those of the decorator are overridden by the caller's, and these
     by ``configure_worker``'s. The decorator cannot set the fraction of the GPU."""
     options = recursive_merge_options({"num_cpus": 1}, requirement.decorator_options)
     options = recursive_merge_options(options, {**spec.options, "num_gpus": spec.num_gpus})
-    asked: Mapping[str, Any] = {**requirement.resources, "runtime_env": {"env_vars": requirement.env_vars}}
+    asked = {**requirement.resources, "runtime_env": {"env_vars": requirement.env_vars}}
     return recursive_merge_options(options, asked)
 
 
-def _start_shell(spec: WorkerSpec, options: dict[str, Any], registry: WorkerRegistry) -> ActorHandle[Any]:
+def _start_shell(spec: WorkerSpec, options: RayOptions, registry: WorkerRegistry) -> ActorHandle[Any]:
     place = PlacementGroupSchedulingStrategy(
         placement_group=spec.placement_group,
         placement_group_bundle_index=spec.bundle_index,

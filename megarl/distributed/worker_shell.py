@@ -28,6 +28,7 @@ from ray.actor import ActorClass, ActorHandle
 from megarl import env
 from megarl.distributed import ray_calls, rendezvous
 from megarl.distributed.leftovers import owned_directory
+from megarl.distributed.worker_group_utils import RayOptions
 from megarl.distributed.worker_stacks import register_stacks
 from megarl.errors import ClusterError, ConfigError
 from megarl.redaction import redact_log
@@ -50,13 +51,13 @@ class ClassRequirements:
     """Requirements of a worker class: the Ray options of its decorator, and the three results of its
     ``configure_worker``."""
 
-    decorator_options: dict[str, Any] = field(default_factory=dict)
-    resources: dict[str, Any] = field(default_factory=dict)
+    decorator_options: RayOptions = field(default_factory=dict)
+    resources: RayOptions = field(default_factory=dict)
     env_vars: dict[str, str] = field(default_factory=dict)
-    init_kwargs: dict[str, Any] = field(default_factory=dict)
+    init_kwargs: Mapping[str, object] = field(default_factory=dict)
 
 
-def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
+def import_worker_class(name: str) -> tuple[type, RayOptions]:
     """Import ``package.module.Class``. Return the class, without a Ray decorator, and the decorator's
     options.
 
@@ -160,8 +161,8 @@ class WorkerShell:
         self,
         class_name: str,
         endpoint: rendezvous.Endpoint,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        init_kwargs: dict[str, Any],
+        arguments: tuple[Sequence[object], Mapping[str, object]],
+        init_kwargs: Mapping[str, object],
     ) -> dict[str, bool]:
         """Construct the worker. Return its methods by name; the value is True for generator methods."""
         env.set_variables({"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)})

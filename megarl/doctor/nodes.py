@@ -10,9 +10,9 @@ import datetime
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import psutil
 
@@ -54,6 +54,15 @@ class Shape:
     def __str__(self) -> str:
         plural = "s" if self.nodes > 1 else ""
         return f"{self.nodes * self.ranks} ranks on {self.nodes} node{plural}"
+
+
+class Facts(TypedDict):
+    """The host name of a rank, its interface towards rank 0, and package -> version (``absent`` if not
+    installed)."""
+
+    host: str
+    interface: str
+    versions: dict[str, str]
 
 
 def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
@@ -149,15 +158,18 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
         yield from compare(facts)
         yield judge_sums(group, shape, facts)
     except MegarlError as error:
-        found = f"{shape}: {_first_line(error)}"
-        yield ROOM.failed("ranks", found, "ray status; check what the message names, and node-N.log of a job")
+        yield ROOM.failed(
+            "ranks",
+            f"{shape}: {_first_line(error)}",
+            "ray status; check what the message names, and node-N.log of a job",
+        )
     finally:
         if group is not None:
             group.shutdown()
         cluster.shutdown()
 
 
-def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> Check:
+def judge_sums(group: Any, shape: Shape, facts: Sequence[Facts]) -> Check:
     """Check the result of an all-reduce over the ranks, and report its bandwidth.
 
     Args:
@@ -185,7 +197,7 @@ def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> 
     return ROOM.ok(name, f"{found}; addresses on {', '.join(interfaces)}")
 
 
-def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
+def interface_hint(backend: str, facts: Sequence[Facts]) -> str:
     """Return the network settings to try if ranks cannot connect. A host with several networks may choose an
     interface that the other hosts cannot reach."""
     by_name: dict[str, list[str]] = {}
@@ -204,7 +216,7 @@ def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
     return f"{setting}; NCCL_DEBUG=INFO shows what NCCL tries" if backend == "nccl" else setting
 
 
-def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+def compare(facts: Sequence[Facts]) -> Iterator[Check]:
     """Check that all ranks have the same software versions. Environments on local disks may differ."""
     alike = True
     for name in facts[0]["versions"]:
@@ -241,9 +253,8 @@ def interface_towards(address: str) -> str:
 class Adder:
     """Worker that reports its environment and takes part in an all-reduce."""
 
-    def facts(self) -> dict[str, Any]:
-        """Return the host name, the interface towards rank 0, and package -> version (``absent`` if not
-        installed)."""
+    def facts(self) -> Facts:
+        """Return the facts of this process."""
         versions = {name: env.installed_version(name) or "absent" for name in PACKAGES}
         return {
             "host": env.text("SLURMD_NODENAME") or socket.gethostname(),

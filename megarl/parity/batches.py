@@ -185,9 +185,9 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
     return rewarded | joined_rows([reference_signals(case, data) for data in calls_of(case, rewarded)])
 
 
-def joined_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def joined_rows(parts: Sequence[Mapping[str, Tensor]]) -> Batch:
     """Return the rows of all parts, one part after another."""
-    columns: dict[str, Tensor] = {}
+    columns: Batch = {}
     for name in parts[0]:
         columns[name] = torch.cat([part[name] for part in parts])
     return columns
@@ -200,17 +200,17 @@ def logprob_shards(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]
     return shard_batch(asked, config, case.dp, phase="logprob")
 
 
-def calls_of(case: Case, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def calls_of(case: Case, batch: Mapping[str, Tensor]) -> list[Batch]:
     """Return the batch of each ``train()`` call."""
     return in_parts(batch, _rows_of_a_call(case))
 
 
-def in_parts(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+def in_parts(batch: Mapping[str, Tensor], rows: int) -> list[Batch]:
     """Divide a batch into parts of ``rows`` rows; the last part may have fewer."""
     return [rows_of(batch, first, rows) for first in range(0, len(batch["input_ids"]), rows)]
 
 
-def rows_of(batch: Mapping[str, Any], first: int, rows: int) -> dict[str, Any]:
+def rows_of(batch: Mapping[str, Tensor], first: int, rows: int) -> Batch:
     """Return consecutive rows of a batch."""
     return {key: value[first : first + rows] for key, value in batch.items()}
 
@@ -219,6 +219,6 @@ def _rows_of_a_call(case: Case) -> int:
     return case.total_rows if case.together else case.global_batch
 
 
-def first_step(case: Case, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def first_step(case: Case, batch: Mapping[str, Tensor]) -> Batch:
     """Return the first global batch."""
     return rows_of(batch, 0, case.global_batch)

@@ -429,7 +429,9 @@ def fields_without_use(owner: str) -> tuple[str, ...]:
     return _FOREIGN.get(owner, ())
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
+Fields = dict[str, Any]
+"""Values of some fields of a case, by name."""
+DEFAULTS: Fields = {field.name: field.default for field in dataclasses.fields(Case)}
 """Default of each field of a case."""
 
 

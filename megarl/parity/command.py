@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from rich.console import Console
 
@@ -61,13 +61,22 @@ class Options:
     job_seconds: float = JOB_SECONDS
 
 
+class Failure(TypedDict):
+    """A failing case and the smallest one that fails in its place, as lines, and what is wrong in both."""
+
+    case: str
+    smallest: str
+    mismatches: list[str]
+    smallest_mismatches: list[str]
+
+
 @dataclass
 class Results:
     """Cases of a run and their results.
 
     Attributes:
         passed: number of cases that passed.
-        failures: for each failing case, a dictionary with ``case``, ``smallest`` and ``mismatches``.
+        failures: the failing cases.
         late: lines of the cases whose workers timed out.
         worst: kind of quantity -> (largest error, its case); separate for float32, float32 with measured
             bounds, and 16 bit.
@@ -75,7 +84,7 @@ class Results:
     """
 
     passed: int = 0
-    failures: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
@@ -191,7 +200,7 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
 
 def _failure(
     runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: ProgressConsole
-) -> dict[str, Any]:
+) -> Failure:
     """Print a failure, shrink the case to the smallest one that still fails, and print how to reproduce it.
     Return a record for the JSON file."""
     progress.say(f"FAILED {outcome.case}", "bold red")
@@ -246,6 +255,6 @@ def _report(results: Results, drawer: Drawer, options: Options, console: Console
     )
 
 
-def _write(path: Path | None, content: dict[str, Any]) -> None:
+def _write(path: Path | None, content: Mapping[str, object]) -> None:
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

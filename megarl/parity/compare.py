@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap, zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from megarl.parity.jobs import Share
 from megarl.parity.losses import make_loss
 from megarl.parity.noise import LIKELIEST, LIKELIEST_AFTER, LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT, Bounds
 from megarl.parity.reference import Expected
+
+if TYPE_CHECKING:
+    from megarl.models.engine.passing import WorkerTrainResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,29 +221,25 @@ def _logprobs(what: str, found: Tensor, expected: Tensor, bound: float) -> Diffe
 
 
 def _evaluation(
-    rank: int, answer: Mapping[str, object] | None, expected: Expected, bounds: Bounds
+    rank: int, answer: WorkerTrainResult | None, expected: Expected, bounds: Bounds
 ) -> Difference:
     loss = _losses(answer)[0] if answer else math.nan
     target, scale, bound = expected.losses[0][0], expected.scales[0]["loss"], bounds.of("call 0 loss 0")
     return _number(f"evaluation loss of replica {rank}", "loss", loss, target, bound, scale)
 
 
-def _losses(answer: Mapping[str, object]) -> list[float]:
-    losses = answer["global_loss"]
-    assert isinstance(losses, Tensor)
-    return list(map(float, losses))
+def _losses(answer: WorkerTrainResult) -> list[float]:
+    return list(map(float, answer["global_loss"]))
 
 
 def _call(
-    case: Case, call: int, answers: Sequence[Mapping[str, object]], expected: Expected, bounds: Bounds
+    case: Case, call: int, answers: Sequence[WorkerTrainResult], expected: Expected, bounds: Bounds
 ) -> list[Difference]:
     """Return the deviations of a ``train()`` call: losses, gradient norms, and metrics, reduced as on the
     driver."""
     metrics: dict[str, list[float]] = {}
     for answer in answers:
-        reported = answer["all_mb_metrics"]
-        assert isinstance(reported, Mapping)
-        for name, values in reported.items():
+        for name, values in answer["all_mb_metrics"].items():
             metrics.setdefault(name, []).extend(values)
     loss_fn = make_loss(case)
     first = answers[0]

@@ -48,8 +48,8 @@ def logprobs_by(
 
 
 def _policy(
-    directory: Path, tokens: Tensor, family_files: Sequence[Path], megatron: Mapping[str, Any]
-) -> Mapping[str, Any]:
+    directory: Path, tokens: Tensor, family_files: Sequence[Path], megatron: Mapping[str, object]
+) -> Mapping[str, object]:
     rows, length = tokens.shape
     return {
         "model_name": str(directory),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.parity.case import (
@@ -28,6 +27,7 @@ from megarl.parity.case import (
     SPARSE,
     WINDOWED,
     Case,
+    Fields,
     fields_without_use,
 )
 from megarl.parity.draw_loss import draw_loss
@@ -107,7 +107,7 @@ class Drawer:
         shelf: ModelShelf,
         backends: Sequence[str],
         max_world: int,
-        fixed: Mapping[str, Any] | None = None,
+        fixed: Fields | None = None,
     ) -> None:
         self._shelf = shelf
         self._backends = tuple(backends)
@@ -147,7 +147,7 @@ class Drawer:
         return refused is None
 
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
-        fields: dict[str, Any] = {
+        fields: Fields = {
             "backend": backend,
             "seed": generator.randrange(10**6),
             "family": generator.choice(families),
@@ -168,7 +168,7 @@ class Drawer:
         return Case(**{name: value for name, value in fields.items() if name in fixed or name not in unused})
 
 
-def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str, Any]:
+def _layout(generator: random.Random, backend: str, max_world: int) -> Fields:
     """Sample a layout: assign each prime factor of the world size to a random axis."""
     world = generator.choice([world for world in WORLDS if world <= max_world])
     sizes = dict.fromkeys(AXES[backend], 1)
@@ -176,7 +176,7 @@ def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str,
         while world % prime == 0:
             sizes[generator.choice(AXES[backend])] *= prime
             world //= prime
-    drawn: dict[str, Any] = dict(sizes)
+    drawn: Fields = dict(sizes)
     if sizes.get("tp", 1) > 1:
         drawn["sp"] = generator.random() < 0.5
         if backend == "dtensor":
@@ -186,7 +186,7 @@ def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str,
     return drawn
 
 
-def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _model(generator: random.Random, fields: Fields) -> Fields:
     """Sample the model's sizes; they are divisible by the tensor-parallel size, and distinct."""
     family, tensor = fields["family"], fields.get("tp", 1)
     kv = tensor * generator.choice((1, 1, 2))
@@ -198,7 +198,7 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     )
     # Distinct sizes, so that swapped dimensions change a shape.
     taken = {heads * width, heads * head, heads, kv}
-    chosen: dict[str, Any] = {
+    chosen: Fields = {
         "tied": generator.random() < 0.4,
         "rope": generator.choice(("default", *ROPES)),
         "kv": kv,
@@ -215,7 +215,7 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     return chosen
 
 
-def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _experts(generator: random.Random, fields: Fields, family: str) -> Fields:
     tensor = fields.get("tp", 1)
     ranks = tensor * fields.get("cp", 1) * fields.get("dp", 1)
     etp = generator.choice((1, tensor))
@@ -241,7 +241,7 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
     return {name: value for name, value in drawn.items() if name not in fields_without_use(family)}
 
 
-def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _stages(generator: random.Random, fields: Fields) -> Fields:
     """Sample the number of layers and their division among pipeline stages: even, in model chunks, uneven at
     the ends, or as an explicit layout."""
     pipeline = fields.get("pp", 1)
@@ -266,7 +266,7 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
     return {"layers": first + middle * (pipeline - 2) + last, "first": first, "last": last}
 
 
-def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
+def _written(generator: random.Random, pipeline: int) -> Fields:
     """Sample an explicit layout with one or two chunks per stage. Chunks have one or two layers; those with
     the embedding and the output layer may have none."""
     chunks = pipeline * generator.choice((1, 1, 2))
@@ -278,7 +278,7 @@ def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
     return {"layers": sum(counts), "layout": "|".join(["E" + held[0], *held[1:-1], held[-1] + "L"])}
 
 
-def _training(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _training(generator: random.Random, fields: Fields) -> Fields:
     half = generator.random() < HALF_SHARE
     return {
         "temperature": generator.choice((1.0, 1.0, 0.7, 1.5)),
@@ -292,10 +292,10 @@ def _training(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(generator: random.Random, fields: Fields) -> Fields:
     optimizer, half = generator.choice(("adam", "adam", "sgd")), fields["precision"] != "float32"
     falls = generator.random() < 0.3
-    chosen: dict[str, Any] = {
+    chosen: Fields = {
         "optimizer": optimizer,
         "lr": HALF_RATES[optimizer] if half else 0.002,
         "clip": generator.choice((0.0, 0.05, 1.0)),
@@ -323,12 +323,12 @@ def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str,
     return chosen
 
 
-def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _batch(generator: random.Random, fields: Fields) -> Fields:
     batching = fields.get("batching") or generator.choice(("fixed", "fixed", "dynamic", "packed"))
     pairs = fields["loss"].split("+")[0] in PAIRED
     mbs = generator.choice((2, 4) if pairs else (1, 2, 3))
     length = generator.randint(4, 24)
-    chosen: dict[str, Any] = {
+    chosen: Fields = {
         "batching": batching,
         "mbs": mbs,
         "micro": generator.choice((1, 2, 2, 3)),
@@ -349,7 +349,7 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     return chosen
 
 
-def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _adapters(generator: random.Random, fields: Fields) -> Fields:
     """Sample adapters, if the rules allow them. They have a separate generator and are sampled last, so that
     they never cause a case to be rejected.
 
@@ -371,7 +371,7 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _segments(generator: random.Random, fields: Fields) -> Fields:
     """Sample the number of segments per response, above 1 only if advantages are given and a global batch has
     several rows. Has a separate generator, like adapters."""
     rows = fields["mbs"] * fields["micro"] * fields.get("dp", 1)
@@ -381,13 +381,13 @@ def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     return {"segments": generator.randint(2, 4) if possible and generator.random() < SEGMENTED_SHARE else 1}
 
 
-def _model_class(generator: random.Random, backend: str) -> dict[str, Any]:
+def _model_class(generator: random.Random, backend: str) -> Fields:
     """Sample a Megatron-Core model class, if both are available. Has a separate generator, like adapters."""
     possible = backend == "megatron" and absent_model_class() is None
     return {"model_class": generator.choice(MODEL_CLASSES) if possible else MODEL_CLASSES[0]}
 
 
-def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _paths(generator: random.Random, fields: Fields) -> Fields:
     """Sample the kind of paths, after all other fields, so that a seed keeps the fields that it had before
     this choice existed."""
     paths = fields.get("paths") or generator.choice(("fast", "fast", *PATHS))

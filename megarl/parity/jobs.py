@@ -7,7 +7,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from megarl.parity.losses import make_loss, policy_gradient_settings, rows_toget
 from megarl.parity.options import numbers_of
 from megarl.parity.paths import taken
 from megarl.parity.reference_advantages import PART_WEIGHTS
+
+if TYPE_CHECKING:
+    from megarl.models.engine.passing import WorkerTrainResult
 
 WORKERS = {
     "megatron": "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker",
@@ -71,8 +74,8 @@ class Share:
     repeated: bool
     reference_logprobs: Sequence[Tensor]
     likeliest: Sequence[Mapping[str, Tensor]]
-    evaluation: Mapping[str, Any] | None
-    calls: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    evaluation: WorkerTrainResult | None
+    calls: Sequence[WorkerTrainResult] = field(default_factory=list)
     weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -169,7 +172,7 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     asked = logprob_shards(case, config, batch).shards[data_rank]
     loss_fn = make_loss(case)
 
-    def train(data: Mapping[str, Tensor], evaluate: bool = False) -> dict[str, Any]:
+    def train(data: Mapping[str, Tensor], evaluate: bool = False) -> WorkerTrainResult:
         dealt = shard_batch(
             BatchedDataDict(data),
             config,

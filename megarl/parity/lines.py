@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.parity.case import CHOICES, DEFAULTS, Case, idle_fields
+from megarl.parity.case import CHOICES, DEFAULTS, Case, Fields, idle_fields
 from megarl.parity.options import ADVANTAGES, LOSSES, fault_of
 
 _POSITIVE = ("temperature", "nucleus", "lr")
@@ -41,7 +41,7 @@ def parse(line: str) -> Case:
         CaseError: a word is not ``key=value``, its key is unknown or repeated, its value is invalid, or it
             has no effect in this case.
     """
-    values: dict[str, Any] = {}
+    values: Fields = {}
     for word in line.split():
         key, equals, value = word.partition("=")
         if not equals:
@@ -61,14 +61,14 @@ def parse(line: str) -> Case:
     return case
 
 
-def words_of(line: str) -> dict[str, Any]:
+def words_of(line: str) -> Fields:
     """Return only the fields that a line names, with their parsed values.
 
     Raises:
         CaseError: the line is invalid, as in ``parse``.
     """
     case = parse(line)
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     for word in line.split():
         key = word.partition("=")[0]
         fields[key] = getattr(case, key)

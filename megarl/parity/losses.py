@@ -53,7 +53,7 @@ class _Weighted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss_fn, name)
 
-    def __call__(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         loss, metrics = self._loss_fn(*arguments, **options)
         return loss * self._weight, {**metrics, "loss": metrics["loss"] * self._weight}
 

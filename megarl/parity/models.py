@@ -23,7 +23,7 @@ tensor have adapters of their own."""
 # Standard deviations of matrices, in units of 1 / sqrt(in_features); see ``_spread``.
 OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
 _SIZES = ("layers", "kv", "group", "head", "width", "ffn", "vocab", "window", "experts", "topk", "expert")
-_SCALINGS: dict[str, dict[str, Any]] = {
+_SCALINGS: dict[str, dict[str, object]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
     # Megatron-Core hard-codes the original context length of Llama 3. With the large base, even narrow heads
@@ -44,7 +44,7 @@ def model_config(case: Case) -> Any:
     """Return the transformers config of the case's model."""
     from transformers import AutoConfig
 
-    sizes: dict[str, Any] = {
+    sizes: dict[str, object] = {
         "vocab_size": case.vocab,
         "hidden_size": case.hidden,
         "intermediate_size": case.ffn,
@@ -69,7 +69,7 @@ def model_config(case: Case) -> Any:
     return AutoConfig.for_model(CLASS_IN_TRANSFORMERS.get(case.family, case.family), **sizes)
 
 
-def _mixture(case: Case) -> dict[str, Any]:
+def _mixture(case: Case) -> dict[str, object]:
     """Return the config entries for experts and routing; empty for a dense family."""
     if case.family in GROUPED:
         return _grouped_mixture(case)
@@ -77,7 +77,7 @@ def _mixture(case: Case) -> dict[str, Any]:
         return {"num_local_experts": case.experts, "num_experts_per_tok": case.topk}
     if case.family not in SPARSE:
         return {}
-    sizes = {
+    sizes: dict[str, object] = {
         "num_experts": case.experts,
         "num_experts_per_tok": case.topk,
         "moe_intermediate_size": case.expert,
@@ -91,7 +91,7 @@ def _mixture(case: Case) -> dict[str, Any]:
     return sizes | {"norm_topk_prob": True}
 
 
-def _grouped_mixture(case: Case) -> dict[str, Any]:
+def _grouped_mixture(case: Case) -> dict[str, object]:
     """Return the config entries of a DeepSeek-style mixture-of-experts model with group-limited routing.
 
     There are two groups if the number of experts allows it. A token is routed within one group if that group
@@ -101,7 +101,7 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
     taken = 1 if case.topk <= case.experts // groups else groups
     # The first layer is dense, unless it is the only one.
     dense = min(1, case.layers - 1)
-    sizes: dict[str, Any] = {
+    sizes: dict[str, object] = {
         "n_routed_experts": case.experts,
         "num_experts_per_tok": case.topk,
         "moe_intermediate_size": case.expert,
@@ -124,7 +124,7 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
     return sizes
 
 
-def _window(case: Case) -> dict[str, Any]:
+def _window(case: Case) -> dict[str, object]:
     """Return the sliding-window entries: for every layer, or for layers 1, 3, 5, ..., depending on the
     family."""
     if case.family in ("mistral", "mixtral"):
@@ -138,7 +138,7 @@ def _window(case: Case) -> dict[str, Any]:
     return {"sliding_window": case.window or (None if case.family == "dots1" else 128), "layer_types": kinds}
 
 
-def _attention(case: Case) -> dict[str, Any]:
+def _attention(case: Case) -> dict[str, object]:
     """Return the attention entries that only some families have."""
     if case.family in LATENT:
         # The output rows of these projections (48 for queries, 20 + 4 for keys and values) must be divisible
@@ -180,7 +180,7 @@ def _attention(case: Case) -> dict[str, Any]:
     return {"swiglu_limit": 2.0} if case.family == "gpt_oss" else {}
 
 
-def _hybrid(case: Case) -> dict[str, Any]:
+def _hybrid(case: Case) -> dict[str, object]:
     """Return the config entries of gated delta nets; empty for other families.
 
     They have as many heads as the attention, with different head widths.

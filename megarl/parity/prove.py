@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from megarl.models.engine.precision import dtype_of
 from megarl.observe.progress import Phase, ProgressConsole
-from megarl.parity.case import Case, idle_fields
+from megarl.parity.case import Case, Fields, idle_fields
 from megarl.parity.faults import Fault
 from megarl.parity.lines import words_of
 from megarl.parity.runner import CaseOutcome, CaseRunner
@@ -49,9 +48,7 @@ class Verdict:
     detail: str = ""
 
 
-def cases_of(
-    fault: Fault, backends: Sequence[str], max_world: int, seed: int, fixed: Mapping[str, Any]
-) -> list[Case]:
+def cases_of(fault: Fault, backends: Sequence[str], max_world: int, seed: int, fixed: Fields) -> list[Case]:
     """Return the cases of a fault: every case line on every backend that has all the features of the line.
 
     Args:

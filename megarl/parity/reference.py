@@ -21,6 +21,7 @@ from megarl.parity.batches import Batch, calls_of, in_parts, rows_of
 from megarl.parity.case import CLASS_IN_TRANSFORMERS, Case
 from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
+from megarl.parity.reference_advantages import Columns
 from megarl.parity.reference_losses import reference_loss, responses
 from megarl.parity.routers import Routers
 from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, STACKS, Hyperparameters, hyperparameters
@@ -158,9 +159,7 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-def distributions(
-    model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
-) -> Tensor:
+def distributions(model: torch.nn.Module, data: Columns, sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
     """Return the log-probabilities [B, S-1, V] of the distributions that the next tokens are sampled from;
     float32, differentiable.
 
@@ -175,13 +174,13 @@ def distributions(
 
 
 def next_token_logprobs(
-    model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
+    model: torch.nn.Module, data: Columns, sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
     """Return the log-probabilities [B, S-1] of the next tokens; float32, differentiable."""
     return _of_next_tokens(distributions(model, data, sampling), data)
 
 
-def _of_next_tokens(logarithms: Tensor, data: Mapping[str, Any]) -> Tensor:
+def _of_next_tokens(logarithms: Tensor, data: Columns) -> Tensor:
     return logarithms.gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
 
 
@@ -208,7 +207,7 @@ def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor
     return flat.where(targeted | left.isfinite(), left).view_as(logits) if warpers else logits
 
 
-def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
+def read_by_loss(model: Any, data: Columns, sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
     """Return the model outputs that a loss reads; float32, differentiable.
 
     For a language model these are next-token log-probabilities [B, S-1]; for a model with a score layer,
@@ -222,7 +221,7 @@ def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings
 
 
 def token_logprobs(
-    model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
+    model: torch.nn.Module, data: Columns, sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
     """Return log-probabilities [B, S] in float32, with 0 in column 0 and in padding; values for a model with
     a score layer.
@@ -329,7 +328,7 @@ class ReferenceTrainer:
                 decays.append(parameter.ndim > 1 and not name.endswith(_STACKED_BIAS))
         self._optimizer = _optimizer(self._master, decays, hyper)
 
-    def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
+    def call(self, batches: Sequence[Columns], number: int, expected: Expected) -> None:
         """Run call ``number`` of ``train()`` on its global batches, and append the values to report to
         ``expected``."""
         rate, decay = self._hyper.rate(number), self._hyper.weight_decay(number)
@@ -341,7 +340,7 @@ class ReferenceTrainer:
         expected.metrics.append(self._over_batches(metrics))
         expected.scales.append(self._over_batches(scales))
 
-    def _step(self, data: Mapping[str, Any], rate: float, decay: float) -> _Step:
+    def _step(self, data: Columns, rate: float, decay: float) -> _Step:
         sequences = torch.tensor(float(responses(data)))
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
@@ -371,7 +370,7 @@ class ReferenceTrainer:
                 scales[name] = max(1.0, value)
         return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, scales)
 
-    def _scores(self, data: Mapping[str, Any]) -> list[Tensor]:
+    def _scores(self, data: Columns) -> list[Tensor]:
         """Return the differentiable inputs of the loss: log-probabilities, followed by entropies or by
         log-probabilities of further tokens if the loss needs them, or values."""
         if self._loss_fn.scored_tokens is not None:
@@ -423,7 +422,7 @@ class ReferenceTrainer:
         return float(norm)
 
     def _scales(
-        self, data: Mapping[str, Any], sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]
+        self, data: Columns, sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]
     ) -> dict[str, float]:
         """Return the scale of each metric: the sum of its absolute values over rows, or its slope with
         respect to the model outputs if that is larger.

@@ -19,7 +19,7 @@ from megarl.parity.options import numbers_of
 
 PART_WEIGHTS = {"one": 0.6, "other": 0.02}
 """Weight of each reward component (GDPO)."""
-Columns = Mapping[str, Any]
+Columns = Mapping[str, Tensor]
 
 
 def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SH
 from megarl.parity.case import PAIRED, Case
 from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import loss_weight
+
+if TYPE_CHECKING:
+    from megarl.parity.reference_advantages import Columns
 
 _BOUNDED = frozenset({"tis", "icepop", "seq-mask"})
 LEAST_REST = 16 * 2.0**-23
@@ -31,7 +34,7 @@ class _Call:
     """Inputs of one loss call: the batch and its divisors, which are all above 0."""
 
     case: Case
-    data: Mapping[str, Any]
+    data: Columns
     sequences: float
     tokens: float
     pairs: float
@@ -67,7 +70,7 @@ class _Call:
         return int(self.data["response_tokens"][row]) if "response_tokens" in self.data else own
 
 
-def responses(data: Mapping[str, Any]) -> Fraction:
+def responses(data: Columns) -> Fraction:
     """Return the number of responses in a batch that count.
 
     A segment counts as its share of the response's tokens; any other row counts as 1.
@@ -82,7 +85,7 @@ def responses(data: Mapping[str, Any]) -> Fraction:
     return total
 
 
-Loss = tuple[Tensor, dict[str, Any]]
+Loss = tuple[Tensor, dict[str, float]]
 """A float64 loss and its metrics."""
 
 
@@ -123,7 +126,7 @@ class ReferenceLoss:
 
     def __call__(
         self,
-        data: Mapping[str, Any],
+        data: Columns,
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         *scores: Tensor,
@@ -138,9 +141,7 @@ class ReferenceLoss:
         loss, metrics = compute(call, *(values.double() for values in (*scores, *named.values())))
         return loss.float() * weight, {**metrics, "loss": float(loss.detach()) * weight}
 
-    def rounded(
-        self, data: Mapping[str, Any], sequences: float, tokens: float, *scores: Tensor
-    ) -> dict[str, float]:
+    def rounded(self, data: Columns, sequences: float, tokens: float, *scores: Tensor) -> dict[str, float]:
         """Return, for each metric whose terms cancel within a token, the sum of the absolute terms.
 
         Rounding errors are proportional to these terms, not to their difference. The result includes the
@@ -149,7 +150,7 @@ class ReferenceLoss:
         _, rounded = _LOSSES[self.case.loss_kind]
         return {} if rounded is None else rounded(self._call(data, sequences, tokens), *scores)
 
-    def _call(self, data: Mapping[str, Any], sequences: float, tokens: float) -> _Call:
+    def _call(self, data: Columns, sequences: float, tokens: float) -> _Call:
         # A batch without valid tokens has the loss 0; avoid 0 / 0.
         return _Call(self.case, data, *(max(count, 1e-8) for count in (sequences, tokens, sequences / 2)))
 

@@ -86,7 +86,7 @@ class Routers:
         """Clear the recorded outputs. Call this before each forward pass."""
         self._heard.clear()
 
-    def judged(self, data: Mapping[str, Any]) -> Judged:
+    def judged(self, data: Mapping[str, Tensor]) -> Judged:
         """Return the losses and metrics of the single forward pass over ``data`` since ``forget``."""
         if not self._heard:
             return Judged()

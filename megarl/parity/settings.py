@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.config.sections import Config
-from megarl.models.dtensor.plans import decoder_plan
+from megarl.models.dtensor.plans import Plan, decoder_plan
 from megarl.parity.case import HEAD_NORMS, MILD_EPSILON, Case
 from megarl.parity.losses import loss_weight
 from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
@@ -53,17 +51,17 @@ def plan_path(case: Case) -> str | None:
     return f"{__name__}.{name}"
 
 
-def whole() -> dict[str, Any]:
+def whole() -> Plan:
     """Return the built-in plan without head norms, for families that do not have them."""
     return _without_head_norms(whole_head_norms())
 
 
-def sequence() -> dict[str, Any]:
+def sequence() -> Plan:
     """Return the built-in plan with sequence parallelism, for families without head norms."""
     return _without_head_norms(sequence_head_norms())
 
 
-def _without_head_norms(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _without_head_norms(plan: Plan) -> Plan:
     return {name: style for name, style in plan.items() if name not in _HEAD_NORMS}
 
 
@@ -305,7 +303,7 @@ def _fsdp1(case: Case) -> Config:
 
 
 def _torch_optimizer(case: Case) -> Config:
-    common: dict[str, Any] = {"lr": case.lr, "weight_decay": WEIGHT_DECAY}
+    common = {"lr": case.lr, "weight_decay": WEIGHT_DECAY}
     if case.optimizer == "adam":
         optimizer = {"name": "torch.optim.AdamW", "kwargs": {**common, "betas": list(BETAS), "eps": case.eps}}
     else:

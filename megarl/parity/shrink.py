@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megarl.parity.case import DEFAULTS, DENSE, SPARSE, SPARSE_FIELDS, Case
+from megarl.parity.case import DEFAULTS, DENSE, SPARSE, SPARSE_FIELDS, Case, Fields
 from megarl.parity.options import joined
 
 MOST_TRIALS = 300
@@ -45,7 +45,7 @@ _ORDER = [
 assert sorted([*_ORDER, *_KEPT]) == sorted(DEFAULTS), "every field has its place in the order"
 
 # Fields that are only valid together change together.
-_TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
+_TOGETHER: dict[str, Callable[[Case], Fields]] = {
     "tp": lambda case: {"tp": 1, "sp": False, "etp": 1, "plan": "built-in"},
     "pp": lambda case: {"pp": 1, "vpp": 1, "first": 0, "last": 0, "layout": ""},
     "vpp": lambda case: {"vpp": 1, "layers": case.pp},
@@ -96,7 +96,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
         yield _changed(case, name, default)
 
 
-def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
+def _advantages_of(case: Case, loss: str) -> Fields:
     """Return the change to the advantages that a new loss requires; empty if the loss can use the current
     ones."""
     kept = loss.startswith("pg") or (loss.startswith("value") and case.advantages_kind in ("given", "gae"))
@@ -104,7 +104,7 @@ def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
 
 
 def _changed(case: Case, name: str, value: Any) -> Case:
-    changes: dict[str, Any] = {name: value}
+    changes: Fields = {name: value}
     return replace(case, **changes)
 
 

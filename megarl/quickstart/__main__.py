@@ -15,11 +15,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +26,7 @@ from rich.table import Table
 from converters.files.atomic import write_json_atomic
 from megarl.config import load_config
 from megarl.config.recipes import directory
+from megarl.config.sections import Config
 from megarl.config.validate import validate_config
 from megarl.errors import MegarlError
 
@@ -264,7 +264,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     further = (*GENERATION[changes.generation], *beside, *ADAPTERS[changes.adapter])
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
 
-    def second_part(start: Path) -> Mapping[str, Any]:
+    def second_part(start: Path) -> Config:
         overrides = [*common, f"run_dir={grpo}", f"policy.model_name={start}", *sources, *changes.grpo]
         return load_config(recipes[1], overrides, [*layers, *(CONFIGS / layer for layer in further)])
 
@@ -339,7 +339,7 @@ def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[st
     return {"accuracy_transformers": accuracy, "tool_calls": calls, "accuracy_without_tool": without}
 
 
-def _train(config: Mapping[str, Any]) -> None:
+def _train(config: Config) -> None:
     """Run one part. Exit if it was stopped, because the next part needs its results."""
     from megarl.observe.progress import ProgressConsole, progress_shown
     from megarl.run.run import run

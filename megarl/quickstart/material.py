@@ -199,7 +199,7 @@ def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train")
     )
 
 
-def write_lines(path: str | Path, records: Iterable[Mapping[str, Any]]) -> Path:
+def write_lines(path: str | Path, records: Iterable[Mapping[str, object]]) -> Path:
     """Write records to a JSON-lines file; parent directories are created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -407,7 +407,7 @@ _HYBRID = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
-FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+FAMILIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_5": ("qwen3_5_text", {"head_dim": 32, **_HYBRID}),

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megarl.distributed.device import is_out_of_memory
 from megarl.errors import RefitError
-from megarl.weight_sync.manifest import Manifest, WeightIterator, drain, expect_end, pack
-from megarl.weight_sync.plan import ALIGNMENT, Group, checksum
+from megarl.weight_sync.manifest import Manifest, drain, expect_end, pack
+from megarl.weight_sync.plan import ALIGNMENT, Group, Load, WeightIterator, Weights, checksum
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
 # With two buffers, one is in transfer while the other is packed or loaded. A third would make each smaller
@@ -29,8 +29,6 @@ HEADER, WORDS = ALIGNMENT, 5
 CONFIRM_SECONDS = 120.0
 # Round that marks groups without content, after the policy failed.
 _GIVEN_UP = -1
-
-Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 class _Channel:
@@ -204,7 +202,7 @@ class WeightListener(_Channel):
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
         super().__init__(group, manifest)
-        self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._views: dict[int, Weights] = {}
         self._coming = 0
         self.version: int | None = None
 

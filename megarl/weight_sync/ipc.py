@@ -21,7 +21,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -41,6 +41,25 @@ def host_identity() -> str:
     boot id and the PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class BlockHandle(TypedDict):
+    """A block of shared memory of a process on this host, as plain types."""
+
+    host: str
+    process: int
+    descriptor: int
+    nbytes: int
+    token: str
+
+
+class BufferHandle(TypedDict):
+    """An IPC buffer, as plain types. ``device`` is torch's handle of device memory, with the fields of
+    ``_TRAVELS`` and ``nbytes``; None on a CPU."""
+
+    memory: BlockHandle
+    slot_bytes: int
+    device: dict[str, Any] | None
 
 
 class SharedBlock:
@@ -81,7 +100,7 @@ class SharedBlock:
         block._token.copy_(torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))
         return block
 
-    def handle(self) -> dict[str, Any]:
+    def handle(self) -> BlockHandle:
         """Return a handle of plain types with which another process can open the block."""
         return {
             "host": host_identity(),
@@ -94,7 +113,7 @@ class SharedBlock:
         }
 
     @classmethod
-    def attach(cls, handle: Mapping[str, Any]) -> SharedBlock:
+    def attach(cls, handle: BlockHandle) -> SharedBlock:
         """Open a block of this or another process.
 
         Raises:
@@ -186,7 +205,7 @@ class IpcBuffer:
         return cls(slot_bytes, SharedBlock.create(PAGE), data, _device_handle(data))
 
     @classmethod
-    def attach(cls, handle: Mapping[str, Any], device: torch.device) -> IpcBuffer:
+    def attach(cls, handle: BufferHandle, device: torch.device) -> IpcBuffer:
         """Open the buffer of a policy process.
 
         Raises:
@@ -195,7 +214,7 @@ class IpcBuffer:
         data = None if handle["device"] is None else _device_memory(handle["device"], device)
         return cls(handle["slot_bytes"], SharedBlock.attach(handle["memory"]), data, None)
 
-    def handle(self) -> dict[str, Any]:
+    def handle(self) -> BufferHandle:
         """Return a handle of plain types with which another process can open the buffer. It is the same on
         every call; on a GPU it contains torch's handle of the device memory."""
         return {"memory": self._block.handle(), "slot_bytes": self.slot_bytes, "device": self._device_handle}

@@ -21,10 +21,10 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from megarl.errors import RefitError
-from megarl.weight_sync.ipc import host_identity
+from megarl.weight_sync.ipc import BufferHandle, host_identity
 from megarl.weight_sync.line import Line, can_be_read
 
 # Smaller than any number of groups, so that one comparison finds the readers to wait for.
@@ -54,6 +54,45 @@ class _Reader:
     before: int | None = None
 
 
+class MailboxHandle(TypedDict):
+    """A policy rank's mailbox, as plain types."""
+
+    host: str
+    process: int
+    on_gpu: bool
+    engine_rank: int | None
+    name: str
+    token: str
+
+
+class GroupPayload(TypedDict):
+    """A group of a refit: where its weights are, which they are, and their checksum if there is one."""
+
+    buffer: BufferHandle
+    manifest: str
+    version: int
+    index: int
+    first: int
+    count: int
+    checksum: int | None
+
+
+class CarriedPayload(GroupPayload):
+    """A group that a caller passes on, with its mailbox and the refit's id."""
+
+    round: int
+    mailbox: MailboxHandle
+
+
+class _Message(TypedDict, total=False):
+    """A message of a refit to its readers: a group, or the reason why it is aborted."""
+
+    ticket: int
+    index: int
+    payload: GroupPayload
+    given_up: str
+
+
 class Mailbox:
     """The policy's side of a mailbox.
 
@@ -75,15 +114,16 @@ class Mailbox:
         self._everybody: list[_Reader] = []
         self.refit: tuple[int, int] | None = None
 
-    def handle(self) -> dict[str, Any]:
+    def handle(self) -> MailboxHandle:
         """Return a handle of plain types with which another process can connect."""
-        here = {
+        return {
             "host": host_identity(),
             "process": os.getpid(),
             "on_gpu": self._on_gpu,
             "engine_rank": self._engine_rank,
+            "name": self._name,
+            "token": self._token,
         }
-        return {**here, "name": self._name, "token": self._token}
 
     def open(self, session: int, ticket: int) -> None:
         """Begin refit ``ticket`` of session ``session``."""
@@ -94,7 +134,7 @@ class Mailbox:
         for reader in self._everybody:
             reader.before = reader.ticket
 
-    def post(self, index: int, payload: Mapping[str, Any]) -> None:
+    def post(self, index: int, payload: GroupPayload) -> None:
         """Send the readers the location of group ``index`` of the refit."""
         self._tell({"index": index, "payload": without_bytes(payload)})
 
@@ -104,7 +144,7 @@ class Mailbox:
             self.open(session, ticket)
         self._tell({"given_up": reason})
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _tell(self, message: _Message) -> None:
         assert self.refit is not None
         for reader in self._readers():
             if (reader.ticket, reader.read) == (self.refit[1], _REFUSED):
@@ -204,7 +244,7 @@ class MailboxReader:
         RefitError: the mailbox is on another host, or gone.
     """
 
-    def __init__(self, handle: Mapping[str, Any], session: int) -> None:
+    def __init__(self, handle: MailboxHandle, session: int) -> None:
         if handle["host"] != host_identity():
             raise RefitError(
                 "the weights are in the memory of another host or container: colocated engine and "
@@ -227,7 +267,7 @@ class MailboxReader:
         """Take part in refit ``ticket`` from its first group on."""
         self.has_read(ticket, 0)
 
-    def payload(self, ticket: int, index: int, patience: float) -> dict[str, Any]:
+    def payload(self, ticket: int, index: int, patience: float) -> GroupPayload:
         """Wait until the policy has posted group ``index`` of the refit, and return its location. Messages of
         other refits are skipped.
 
@@ -237,11 +277,11 @@ class MailboxReader:
         ends = time.monotonic() + patience
         try:
             while True:
-                message = self._line.hear(ends - time.monotonic())
+                message: _Message = self._line.hear(ends - time.monotonic())
                 if message["ticket"] == ticket and "given_up" in message:
                     raise RefitError(f"the policy aborted the refit: {message['given_up']}; refit again")
                 if message["ticket"] == ticket and message["index"] == index:
-                    return dict(_with_bytes(message["payload"]))
+                    return _with_bytes(message["payload"])
         except TimeoutError as error:
             raise RefitError(
                 f"the policy's process {self._policy} has not posted group {index} of its weights in "
@@ -268,7 +308,7 @@ class MailboxReader:
         self._line.close()
 
 
-def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> str:
+def beside(mailboxes: Mapping[str, MailboxHandle], device: str, engine_rank: int = 0) -> str:
     """Return the device of the policy rank from which an engine rank reads its weights.
 
     On a GPU this is the engine rank's own device; on a CPU, the device of any policy rank on the same host
@@ -297,9 +337,7 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
     )
 
 
-def mailbox_for(
-    mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0
-) -> Mapping[str, Any]:
+def mailbox_for(mailboxes: Mapping[str, MailboxHandle], device: str, engine_rank: int = 0) -> MailboxHandle:
     """Return the mailbox handle that an engine rank reads; see ``beside``."""
     return mailboxes[beside(mailboxes, device, engine_rank)]
 

@@ -21,7 +21,6 @@ from decimal import ROUND_UP, Decimal
 from functools import cached_property
 from itertools import groupby, islice, starmap, zip_longest
 from operator import attrgetter, eq
-from typing import Any
 
 import torch
 
@@ -30,7 +29,9 @@ from megarl.weight_sync.plan import (
     CopyPlan,
     FlatBucketIterator,
     Group,
+    NamedTensor,
     TensorInfo,
+    WeightIterator,
     begins_in_buffer,
     padded_bytes,
 )
@@ -49,6 +50,8 @@ BUCKETS = 5
 LIST_BYTES = 256
 # One part in this number of the configured memory is reserved for connections and allocator overhead.
 REST_SHARE = 64
+Description = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each weight by name, in sending order: the refit info of NeMo-RL's policy API."""
 
 
 def bucket_bytes(buffer_gib: float | None) -> int:
@@ -92,12 +95,12 @@ class Manifest:
     slices: Mapping[str, tuple[Slice, tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+    def of(cls, stream: Iterable[NamedTensor]) -> Manifest:
         """Build the manifest of the names and tensors in an iterable."""
         return cls._checked(starmap(TensorInfo.of, stream))
 
     @classmethod
-    def from_description(cls, description: Mapping[str, Any]) -> Manifest:
+    def from_description(cls, description: Description) -> Manifest:
         """Build a manifest from its ``description``.
 
         Raises:
@@ -110,11 +113,10 @@ class Manifest:
             ]
             return cls._checked(infos)
         except (AttributeError, TypeError, ValueError) as error:
-            message = (
+            raise RefitError(
                 f"the refit info is not {{name: (shape, dtype)}}: {error}; pass on what "
                 "prepare_refit_info() returned"
-            )
-            raise RefitError(message) from error
+            ) from error
 
     @classmethod
     def _checked(cls, tensors: Iterable[TensorInfo]) -> Manifest:
@@ -150,7 +152,7 @@ class Manifest:
                 tensors[name] = replace(tensor, shape=slices[name].shape_of(tensor.shape))
         return Manifest(tuple(tensors.values()), chosen)
 
-    def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def description(self) -> Description:
         """Return ``{name: (shape, dtype)}`` in sending order, the result of ``prepare_refit_info`` in
         NeMo-RL's policy API."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
@@ -293,9 +295,6 @@ def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
         "policy.refit_buffer_size_gb to at least "
         f"{least:g}, enough for two buffers and the lists of their weights, or to null"
     )
-
-
-WeightIterator = Iterator[tuple[str, torch.Tensor]]
 
 
 def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:

@@ -14,7 +14,7 @@ import functools
 import math
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 
@@ -24,6 +24,11 @@ import torch
 ALIGNMENT = 256
 # Batch size for tensors taken from a stream, so that gathered ones are not kept for long.
 STAGED_BYTES = 32 * 2**20
+NamedTensor = tuple[str, torch.Tensor]
+WeightIterator = Iterator[NamedTensor]
+Weights = list[NamedTensor]
+# A function that loads weights, which are valid until it returns.
+Load = Callable[[Weights], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class FlatBucket:
         return self.places[self.first : self.first + self.count]
 
 
-class FlatBucketIterator(Iterator[tuple[str, torch.Tensor]]):
+class FlatBucketIterator(WeightIterator):
     """Iterator over names and weight tensors, which can also return many at once (``take``)."""
 
     @abstractmethod
@@ -295,7 +300,7 @@ class Group:
                 begin = end
         return cls(first, tensors, begins, gaps, batches)
 
-    def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def views(self, buffer: torch.Tensor) -> Weights:
         """Return names and tensors in sending order, as views of a buffer (uint8, at least as long as the
         group)."""
         dtypes = {info.dtype for info in self.tensors}

@@ -17,9 +17,9 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch.distributed as dist
 
@@ -34,7 +34,35 @@ _HELLO_SECONDS = 5.0
 _OTHER_RUN = "start both sides from one driver, which gives them its secret (MEGARL_RUN_SECRET)"
 # Increment this with any change of the messages, because driver, policy and engines may run different
 # versions.
-_PROTOCOL = 6
+PROTOCOL = 6
+
+
+class Terms(TypedDict):
+    """Values that must be equal on a rank and on the policy's rank 0; ``manifest`` is its digest."""
+
+    protocol: int
+    world_size: int
+    manifest: str
+    device: str
+
+
+class Hello(Terms):
+    """Message of a connecting rank."""
+
+    rank: int
+    stage: int
+    buffer_bytes: int
+
+
+class Verdict(TypedDict):
+    """Decision of the policy's rank 0; ``store`` is the port of the torch store, unless there is an error."""
+
+    error: str
+    world_size: int
+    stages: int
+    buffer_bytes: int
+    runs: Sequence[tuple[int, int]]
+    store: NotRequired[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +94,7 @@ class Members:
             f"rank {number}" if number < self.world_size else f"pipeline stage {number - self.world_size + 1}"
         )
 
-    def objection(self, said: dict[str, Any], own: dict[str, Any], here: Container[int]) -> str:
+    def objection(self, said: Hello, own: Terms, here: Container[int]) -> str:
         """Return why a connecting rank is rejected; empty if it is accepted.
 
         Args:
@@ -144,11 +172,10 @@ class Rendezvous:
                 self._lines[0] = Line(self._connected(port))
         except OSError as error:
             what = "the port cannot be taken" if keeps else "the policy does not answer"
-            message = (
+            raise RefitError(
                 f"no group for weights at {self.address}: {what} ({error}); choose another port, or "
                 "look at the policy"
-            )
-            raise RefitError(message) from error
+            ) from error
 
     def _connected(self, port: int) -> socket.socket:
         while True:
@@ -164,7 +191,7 @@ class Rendezvous:
         """Return the seconds until the deadline, at least 0.1."""
         return max(0.1, self._ends - time.monotonic())
 
-    def introduce(self, own: dict[str, Any], rank: int, stage: int, buffer_bytes: int) -> dict[str, Any]:
+    def introduce(self, own: Terms, rank: int, stage: int, buffer_bytes: int) -> Verdict:
         """Identify this rank to the policy's rank 0 and return its decision.
 
         Args:
@@ -178,9 +205,8 @@ class Rendezvous:
         """
         line, challenge = self._lines[0], secrets.token_hex(16)
         # The proof covers the exact text, because re-encoded JSON may differ in order or spaces.
-        hello = json.dumps(
-            {"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes}
-        )
+        message: Hello = {**own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes}
+        hello = json.dumps(message)
         try:
             # The nonce belongs to this connection, so a proof from another connection is useless here.
             nonce = str(line.hear(self.left())["nonce"])
@@ -188,7 +214,7 @@ class Rendezvous:
                 {"hello": hello, "challenge": challenge, "proof": proof("hello", nonce, challenge, hello)}
             )
             said = line.hear(self.left())
-            verdict: dict[str, Any] = json.loads(said["verdict"])
+            verdict: Verdict = json.loads(said["verdict"])
             # Accept a rejection without proof: a process that can send one can keep this rank out anyway.
             if not verdict["error"] and not proves(
                 said["proof"], "verdict", nonce, challenge, said["verdict"]
@@ -198,22 +224,23 @@ class Rendezvous:
                 self.store = self._store(verdict["store"])
         except (dist.DistError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             self.close()
-            message = (
+            raise RefitError(
                 f"no group for weights at {self.address}: the policy gave no verdict within "
                 f"{self._seconds:g} s ({error})"
-            )
-            raise RefitError(message) from error
+            ) from error
         return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
-    def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
+    def judge(
+        self, own: Terms, members: Members, buffer_bytes: int, runs: Sequence[tuple[int, int]]
+    ) -> Verdict:
         """On the policy's rank 0, accept the expected members as they connect, reject other connections, and
         send the decision to all.
 
         Args:
             own: values that must be equal on both sides.
             members: the members that must join.
-            terms: further settings in the decision; its ``buffer_bytes`` becomes the minimum over the
-                senders.
+            buffer_bytes: bytes of this rank's transfer buffer; the decision has the minimum over the senders.
+            runs: the consecutive tensors of each stage, see ``Stages``.
 
         Returns:
             The decision, as every member receives it.
@@ -221,10 +248,13 @@ class Rendezvous:
         Raises:
             RefitError: a rank is missing, joined twice, or has other parameters.
         """
-        own, verdict = (
-            {"protocol": _PROTOCOL, **own},
-            {"error": "", "world_size": members.world_size, "stages": members.stages, **terms},
-        )
+        verdict: Verdict = {
+            "error": "",
+            "world_size": members.world_size,
+            "stages": members.stages,
+            "buffer_bytes": buffer_bytes,
+            "runs": runs,
+        }
         missing = set(range(1, members.count))
         came: list[tuple[Line, str, str]] = []
         while missing:
@@ -297,7 +327,7 @@ class Rendezvous:
             master_listen_fd=listener,
         )
 
-    def _accepted(self, verdict: dict[str, Any], members: Members) -> dict[str, Any]:
+    def _accepted(self, verdict: Verdict, members: Members) -> Verdict:
         if verdict["error"]:
             self.close()
             raise RefitError(f"no group for weights at {self.address}: {verdict['error']}")
@@ -359,12 +389,12 @@ class Rendezvous:
             self._server.close()
 
 
-def _proven(came: Any, nonce: str) -> tuple[dict[str, Any] | None, str]:
+def _proven(came: Any, nonce: str) -> tuple[Hello | None, str]:
     """Return a rank's hello message (None if it does not prove that it belongs to this run) and its
     challenge, which the reply must prove."""
     try:
         hello, challenge = str(came["hello"]), str(came["challenge"])
-        said: dict[str, Any] = json.loads(hello)
+        said: Hello = json.loads(hello)
         return (said if proves(came["proof"], "hello", nonce, challenge, hello) else None), challenge
     except (ValueError, KeyError, TypeError):
         return None, ""

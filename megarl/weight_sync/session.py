@@ -13,27 +13,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.distributed.device import DeviceRuntime, runtime_on
 from megarl.errors import RefitError, StateError
-from megarl.weight_sync.ipc import SLOTS, IpcBuffer, host_identity
-from megarl.weight_sync.mailbox import Mailbox, MailboxReader, beside
+from megarl.weight_sync.ipc import SLOTS, BufferHandle, IpcBuffer, host_identity
+from megarl.weight_sync.mailbox import (
+    CarriedPayload,
+    GroupPayload,
+    Mailbox,
+    MailboxHandle,
+    MailboxReader,
+    beside,
+)
 from megarl.weight_sync.manifest import (
     GIB,
     LIST_BYTES,
     Manifest,
-    WeightIterator,
     buffer_bytes,
     drain,
     expect_end,
     pack,
     too_large,
 )
-from megarl.weight_sync.plan import Group, checksum
+from megarl.weight_sync.plan import Group, Load, WeightIterator, Weights, checksum
 from megarl.weight_sync.slices import Slices
 
 # Seconds that the policy waits for an engine rank to read a group.
@@ -122,7 +127,7 @@ class WeightSender:
         """
         if self._manifest is None:
             manifest = Manifest.of(self._stream())
-            everybody: list[Any] = [None] * dist.get_world_size()
+            everybody: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
             # Gather digests of 64 characters: the lists would take megabytes per rank for a large model.
             dist.all_gather_object(everybody, (manifest.digest, host_identity()))
             digests, hosts = zip(*everybody, strict=True)
@@ -174,7 +179,7 @@ class WeightSender:
             wanted = min(wanted, int(FREE_SHARE * self._runtime.free_memory()))
         return max(min(wanted, total), largest)
 
-    def send(self, names: Sequence[str]) -> dict[str, Any]:
+    def send(self, names: Sequence[str]) -> dict[str, CarriedPayload]:
         """Send the next group, given the names of its tensors; see ``send_part``.
 
         Raises:
@@ -184,7 +189,7 @@ class WeightSender:
         group = self.manifest.group_named(names)
         return self.send_part(group.first, group.count)
 
-    def send_part(self, first: int, count: int) -> dict[str, Any]:
+    def send_part(self, first: int, count: int) -> dict[str, CarriedPayload]:
         """Gather the next group of weights and publish it.
 
         Args:
@@ -228,7 +233,7 @@ class WeightSender:
             if payload is not None
         }
 
-    def _lay(self, box: Mailbox | None, group: Group, patience: float) -> dict[str, Any] | None:
+    def _lay(self, box: Mailbox | None, group: Group, patience: float) -> GroupPayload | None:
         """Gather a group into its slot. Return its payload, or None on a rank whose weights nobody reads."""
         assert self._open is not None
         index, buffer, failure = self._groups_sent, None, None
@@ -261,7 +266,7 @@ class WeightSender:
             "checksum": checksum(buffer[: group.nbytes]) if self._with_checksum else None,
         }
 
-    def mailbox(self) -> dict[str, Any]:
+    def mailbox(self) -> dict[str, MailboxHandle]:
         """Return ``{device: handle}`` of this rank's mailbox, created on the first call, which is collective.
         Empty on a rank that publishes nothing."""
         _ = self.manifest
@@ -318,9 +323,7 @@ class WeightSender:
         if box is None:
             return None
         box.open(session, ticket)
-        if box.has_readers():
-            return box
-        return None
+        return box if box.has_readers() else None
 
     def refuse(self, session: int, ticket: int, error: BaseException) -> None:
         """Tell the engine ranks on this rank's device that a refit is aborted, and why. The refit need not
@@ -385,12 +388,12 @@ class WeightReceiver:
         self.version: int | None = None
         self._runtime = runtime_on(device)
         self._ipc_buffer: IpcBuffer | None = None
-        self._handle: Mapping[str, Any] | None = None
+        self._handle: BufferHandle | None = None
         self._mailbox: MailboxReader | None = None
-        self._mailbox_handle: Mapping[str, Any] | None = None
+        self._mailbox_handle: MailboxHandle | None = None
         self._refit: tuple[MailboxReader, int, str] | None = None
         self._next = 0
-        self._views: dict[tuple[str, int, int, int], list[tuple[str, torch.Tensor]]] = {}
+        self._views: dict[tuple[str, int, int, int], Weights] = {}
 
     def take_slices(self, slices: Slices) -> None:
         """Accept refits that send the weights in ``slices`` as these slices. Refits of full weights are
@@ -401,7 +404,7 @@ class WeightReceiver:
         self._views.clear()
 
     @contextlib.contextmanager
-    def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def group(self, payload: CarriedPayload) -> Iterator[Weights]:
         """Yield the weights of one group, to be loaded within the context. They are views of the policy's
         buffer and must be neither kept nor written.
 
@@ -428,7 +431,7 @@ class WeightReceiver:
         self,
         mailbox: MailboxReader,
         ticket: int,
-        load: Callable[[list[tuple[str, torch.Tensor]]], None],
+        load: Load,
         patience: float = ENGINE_PATIENCE,
     ) -> None:
         """Receive all weights of a refit from the policy rank on this device.
@@ -457,9 +460,7 @@ class WeightReceiver:
             raise
 
     @contextlib.contextmanager
-    def _read(
-        self, mailbox: MailboxReader, ticket: int, payload: Mapping[str, Any]
-    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def _read(self, mailbox: MailboxReader, ticket: int, payload: GroupPayload) -> Iterator[Weights]:
         """Yield the weights of one group, which must be the next one."""
         self.version = None
         index, first = payload["index"], payload["first"]
@@ -509,7 +510,7 @@ class WeightReceiver:
             self._refit = None
             self.version = int(payload["version"])
 
-    def _buffer(self, handle: Mapping[str, Any]) -> IpcBuffer:
+    def _buffer(self, handle: BufferHandle) -> IpcBuffer:
         """Return the policy's buffer. A policy that needs a larger buffer continues in a new one."""
         if self._ipc_buffer is None or self._handle != handle:
             self._let_go()
@@ -547,7 +548,7 @@ def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
         )
 
 
-def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
+def payload_for(handles: Mapping[str, CarriedPayload], device: str) -> CarriedPayload:
     """Return the payload that an engine rank reads: that of its device, or on a CPU that of its host.
 
     Args:

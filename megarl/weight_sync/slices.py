@@ -173,7 +173,7 @@ class PartialWeight(torch.Tensor):
         func: Callable[..., Any],
         types: Any,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
         # Disable this method for the calls below, which would otherwise recurse.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megarl import env
 from megarl.errors import RefitError
 from megarl.weight_sync.manifest import ONE_STAGE, Stages
-from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Members, Rendezvous
+from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, PROTOCOL, Members, Rendezvous, Terms
 
 COLLECTIVE_SECONDS = 600.0
 # Interval between checks for lost ranks during an operation.
@@ -81,14 +81,20 @@ class TransferGroup:
         self._rendezvous = rendezvous or Rendezvous(ip, port, keeps=keeps, seconds=handshake_s)
         # The digest also covers dtypes and order, so one comparison detects that policy and engine have
         # different models.
-        own = {"world_size": world_size, "manifest": digest, "device": device.type}
+        own: Terms = {
+            "protocol": PROTOCOL,
+            "world_size": world_size,
+            "manifest": digest,
+            "device": device.type,
+        }
         if keeps:
-            terms = {"buffer_bytes": buffer_bytes, "runs": stages.runs}
-            verdict = self._rendezvous.judge(own, Members(world_size, stages.count), terms)
+            members = Members(world_size, stages.count)
+            verdict = self._rendezvous.judge(own, members, buffer_bytes, stages.runs)
         else:
             verdict = self._rendezvous.introduce(own, rank, stage, buffer_bytes)
-        self.buffer_bytes = int(verdict["buffer_bytes"])
-        self.stages = Stages(verdict["stages"], tuple(map(tuple, verdict["runs"])))
+        self.buffer_bytes = verdict["buffer_bytes"]
+        # JSON has lists for tuples.
+        self.stages = Stages(verdict["stages"], tuple((owner, count) for owner, count in verdict["runs"]))
         self._groups: dict[int, Any] = {}
         self._started: list[dist.Work] = []
         try:

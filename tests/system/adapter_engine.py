@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from megarl.errors import RefitError
 from megarl.models.generation.vllm import plugin
-from megarl.models.generation.vllm.adapter_binding import AdapterBinding, AdapterScale
-from megarl.models.generation.vllm.options import completed
+from megarl.models.generation.vllm.adapter_binding import AdapterBinding
+from megarl.models.generation.vllm.options import AdapterScale, completed
 from megarl.models.generation.vllm.worker import VllmGenerationWorker
 from tests.system.vllm_engines import PROMPTS, rows_of
 
@@ -62,8 +62,7 @@ def main(model: str, adapter: str) -> None:
         "colocated": {"enabled": True},
         "vllm_cfg": settings,
     }
-    fields = {"rank": SCALE.rank, "alpha": SCALE.alpha, "rank_stabilized": SCALE.rank_stabilized}
-    worker = VllmGenerationWorker(completed(config), adapter=fields)
+    worker = VllmGenerationWorker(completed(config), adapter=SCALE)
     worker._version = 0
     binding = AdapterBinding(
         worker._engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model, SCALE

@@ -99,7 +99,7 @@ def meet(secret: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, list[A
         with monkeypatch.context() as listening:
             listening.setattr(Line, "hear", hearing)
             listening.setattr(Line, "say", saying)
-            policy.judge(OWN, Members(2, 1), {"buffer_bytes": 7})
+            policy.judge(OWN, Members(2, 1), 7, ())
         said = "in"
     except RefitError as error:
         said = str(error)
@@ -169,7 +169,7 @@ def test_who_has_listened_at_another_meeting_learned_nothing(
     line = Line(socket.create_connection((HOST, port)))
     line.say(forged)
     with pytest.raises(RefitError, match="cannot prove to belong to this run"):
-        policy.judge(OWN, Members(3, 1), {"buffer_bytes": 7})
+        policy.judge(OWN, Members(3, 1), 7, ())
     line.close()
 
 

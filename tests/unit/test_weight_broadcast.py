@@ -159,9 +159,7 @@ def test_who_is_not_on_the_policy_s_network_does_not_reach_it(address: str) -> N
         Rendezvous(address, port, keeps=True)
     assert listening_ports() - before == {port}
     other = Rendezvous(address, port, keeps=False)
-    together(
-        lambda: meeting.judge({}, Members(2, 1), {"buffer_bytes": 0}), lambda: other.introduce({}, 1, 0, 0)
-    )
+    together(lambda: meeting.judge({}, Members(2, 1), 0, ()), lambda: other.introduce({}, 1, 0, 0))
     meeting.store.set("said", "hello")
     assert other.store.get("said") == b"hello"
     # by then the store listens, and nobody is waited for any more

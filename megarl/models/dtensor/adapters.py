@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from megarl.models.dtensor.shards import block_of, gather, gather_parts, write_block
 from megarl.models.engine.adapters import (
     SAVED_SCORE,
+    AdapterConfig,
     AdapterSettings,
     AdapterSwitch,
     FirstFactors,
@@ -252,7 +253,7 @@ class Adapters:
         down, up = _factors_of(name, factors)
         return part if down is None or up is None else merged(part, up, down, self.settings.scaling)
 
-    def as_peft(self) -> dict[str, Any]:
+    def as_peft(self) -> AdapterConfig:
         """Return PEFT's config of the adapters."""
         return self.settings.as_peft(self.adapted, self._matrices)
 

@@ -34,7 +34,7 @@ from megarl.models.dtensor.plans import choose_plan
 from megarl.models.dtensor.shards import DividedParameters, block_of, gather_parts, read_block
 from megarl.models.dtensor.styles import computes_locally
 from megarl.models.dtensor.weight_stream import WeightStream
-from megarl.models.engine.adapters import AdapterSettings
+from megarl.models.engine.adapters import AdapterConfig, AdapterExport, AdapterSettings
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.low_precision_adam import add_to_sum
@@ -47,6 +47,7 @@ from megarl.models.huggingface.optimizer import OPTIMIZER, LossScale, build_opti
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
+from megarl.weight_sync.plan import WeightIterator
 
 logger = logging.getLogger(__name__)
 STEPS = 2  # The first step creates the optimizer state, the second reads it.
@@ -190,7 +191,7 @@ class DTensorBackend(HuggingFaceBackend):
         for name, parameter in self._own().items():
             read_block(parameter, source, name)
 
-    def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def copied_parameters(self) -> WeightIterator:
         """Yield the parameters that are replicated on every tensor-parallel rank; see ``TakesWeights``."""
         for name, weight in self._divided().items():
             if block_of(weight).tensor_dimension is None:
@@ -274,7 +275,7 @@ class DTensorBackend(HuggingFaceBackend):
         """
         return {} if self.runtime.is_cuda or self.offloads else frozen_shards(self.model)
 
-    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf(self) -> WeightIterator:
         divided = self._divided()
         pieces: Mapping[str, torch.Tensor] = {
             name: each.to_local().detach() for name, each in divided.items()
@@ -283,7 +284,7 @@ class DTensorBackend(HuggingFaceBackend):
             pieces = self.adapters.exported(divided, self.runtime.device, self._bucket_bytes)
         return self._weights.of(divided, pieces)
 
-    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+    def export_adapters(self) -> AdapterExport | None:
         adapters = self.adapters
         return (
             None
@@ -291,7 +292,7 @@ class DTensorBackend(HuggingFaceBackend):
             else (adapters.as_peft(), adapters.gathered(self._divided(), self._rows, self.runtime.device))
         )
 
-    def _as_peft(self) -> dict[str, Any] | None:
+    def _as_peft(self) -> AdapterConfig | None:
         return None if self.adapters is None else self.adapters.as_peft()
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from megarl.config.policy import PolicyConfig
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.scoring import SCORE
 from megarl.models.engine.stacked_adapters import Stack, StackedFactors, listed
+from megarl.weight_sync.plan import WeightIterator
 
 KEY = "policy.peft"
 ADAPTER_DIRECTORY = "adapter"
@@ -41,6 +42,29 @@ SAVED_SCORE = f"{PEFT_PREFIX}{SCORE}"
 (``modules_to_save``)."""
 _BASE = ".base_layer.weight"
 _AS_STORED = "set dim, alpha, use_rslora and target_modules as in its adapter_config.json"
+
+
+class AdapterConfig(TypedDict):
+    """Content of PEFT's ``adapter_config.json``."""
+
+    peft_type: str
+    task_type: str
+    base_model_name_or_path: str
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    lora_dropout: float
+    target_modules: list[str]
+    bias: str
+    fan_in_fan_out: bool
+    inference_mode: bool
+    init_lora_weights: bool
+    modules_to_save: list[str] | None
+    use_dora: bool
+    target_parameters: NotRequired[list[str]]
+
+
+AdapterExport = tuple[AdapterConfig, WeightIterator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +203,7 @@ class AdapterSettings:
         matrices: Iterable[str],
         stacks: Collection[str] = (),
         other_stacks: Collection[str] = (),
-    ) -> dict[str, Any]:
+    ) -> AdapterConfig:
         """Return the content of ``adapter_config.json``.
 
         Args:
@@ -188,7 +212,7 @@ class AdapterSettings:
             stacks: names of the expert stacks with an adapter.
             other_stacks: names of the expert stacks without one.
         """
-        return {
+        config: AdapterConfig = {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.scores else "CAUSAL_LM",
             "base_model_name_or_path": self.base,
@@ -203,8 +227,10 @@ class AdapterSettings:
             "init_lora_weights": True,
             "modules_to_save": [SCORE.removesuffix(".weight")] if self.scores else None,
             "use_dora": False,
-            **({"target_parameters": listed(stacks, other_stacks, 2)} if stacks else {}),
         }
+        if stacks:
+            config["target_parameters"] = listed(stacks, other_stacks, 2)
+        return config
 
 
 class AdapterSwitch:
@@ -421,7 +447,7 @@ def merged(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scaling: 
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
 
 
-def write_peft(directory: Path, peft: Mapping[str, Any], factors: Mapping[str, torch.Tensor]) -> None:
+def write_peft(directory: Path, peft: AdapterConfig, factors: Mapping[str, torch.Tensor]) -> None:
     """Write an adapter directory that ``peft.PeftModel.from_pretrained`` can read.
 
     Args:

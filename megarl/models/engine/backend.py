@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,11 @@ from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.weight_sync.plan import WeightIterator
 from megarl.weight_sync.slices import Slice, Slices
+
+if TYPE_CHECKING:
+    from megarl.models.engine.adapters import AdapterExport
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +117,11 @@ class Backend(Protocol):
     def schedule_values(self) -> dict[str, float]:
         """Return ``lr`` and ``wd`` (learning rate and weight decay) of the next optimizer step. Local."""
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self) -> WeightIterator:
         """Yield this rank's parameter shards under the backend's own names, and the tensors without gradient
         that a checkpoint also contains. Local."""
 
-    def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trainable(self) -> WeightIterator:
         """Yield the subset of ``parameters`` that is trained: only the adapters if there are any. Gradient
         norm and optimizer state cover exactly these. Local."""
 
@@ -133,15 +137,15 @@ class Backend(Protocol):
         """Update all other copies of the parameters (a tied output layer, the optimizer's master copy). Call
         this after writing to the parameters directly."""
 
-    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf(self) -> WeightIterator:
         """Yield Hugging Face names and full tensors, in the same order on all ranks. Adapters are merged into
         their base weights, one bucket at a time."""
 
-    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_stage(self) -> WeightIterator:
         """Yield the weights of ``export_hf`` that this pipeline stage owns, in the same order. From the
         second export on, only the ranks of the stage take part."""
 
-    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+    def export_adapters(self) -> AdapterExport | None:
         """Return PEFT's config of the adapters and an iterator over (PEFT name, full factor), in the same
         order on all ranks. None for a model without adapters."""
 
@@ -158,7 +162,7 @@ class Backend(Protocol):
             Empty if the backend gathers all weights.
         """
 
-    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_slices(self) -> WeightIterator:
         """Yield names and tensors like ``export_hf``, but yield slices of the weights chosen by
         ``agree_on_slices``."""
 

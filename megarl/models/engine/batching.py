@@ -3,10 +3,11 @@ that comes with the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
+from megarl.distributed.parcels import Columns
 from megarl.errors import BatchError
 from megarl.models.engine.microbatches import (
     MicroBatch,
@@ -23,7 +24,7 @@ class Chunk(Protocol):
     """This data-parallel rank's rows of one global batch."""
 
     @property
-    def data(self) -> Mapping[str, Any]:
+    def data(self) -> Columns:
         """The columns of the chunk."""
 
     @property
@@ -41,13 +42,13 @@ class Chunk(Protocol):
 class Batching(Protocol):
     """A way to split a rank's rows into global batches and micro-batches."""
 
-    def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
+    def chunks(self, data: Columns) -> Sequence[Chunk]:
         """Return this rank's chunk of each global batch, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _FixedChunk:
-    data: Mapping[str, Any]
+    data: Columns
     micro_batch_size: int
 
     @property
@@ -75,7 +76,7 @@ class FixedRows:
     micro_batch_size: int
     chunk_size: int | None = None
 
-    def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
+    def chunks(self, data: Columns) -> Sequence[Chunk]:
         """Split the rows into chunks of ``chunk_size`` rows."""
         total = batch_size(data)
         size = self.chunk_size or total
@@ -87,7 +88,7 @@ class FixedRows:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedChunk:
-    data: Mapping[str, Any]
+    data: Columns
     indices: Sequence[Sequence[int]]
     lengths: Sequence[int]
     packed: bool
@@ -122,7 +123,7 @@ class Planned:
     counts: Sequence[int]
     packed: bool
 
-    def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
+    def chunks(self, data: Columns) -> Sequence[Chunk]:
         """Split the rows into the planned chunks.
 
         Raises:

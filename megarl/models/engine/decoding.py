@@ -14,7 +14,7 @@ Shapes: b rows of a batch, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megarl.config.generation import GenerationConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.parcels import Columns
 from megarl.errors import GenerationError
 from megarl.models.engine.graphs import Graphs
 from megarl.models.engine.groups import ParallelGroups
@@ -111,7 +112,7 @@ class Decoder:
 
 
 def decode(
-    decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
+    decoder: Decoder, data: Columns, config: GenerationConfig, tokenizer: Any, *, greedy: bool
 ) -> BatchedDataDict[Any]:
     """Generate a response to every prompt.
 
@@ -213,7 +214,7 @@ class _Answers:
         self.counts[rows], self.stopped[rows] = other.counts, other.stopped
 
 
-def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[int]:
+def _seeds(data: Columns, rows: int, groups: ParallelGroups) -> list[int]:
     """Return one seed per row. Seeds are equal on all ranks of a data-parallel replica; unless the batch
     brings them, they differ between replicas."""
     if "sampling_seeds" in data:

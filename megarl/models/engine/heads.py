@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,10 @@ from megarl.models.engine.normalizers import Normalizers
 from megarl.models.engine.output_layer import Request
 from megarl.models.engine.topk import largest_tokens
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
+
+Metrics = Mapping[str, torch.Tensor | float]
+Loss = Callable[..., tuple[torch.Tensor, Metrics]]
+"""A ``LossFunction``, of log-probabilities or of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class HeadOutput:
 
     loss: torch.Tensor | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     gradient_peaks: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -213,7 +217,7 @@ class LossHead:
         normalizers: normalizers of the global batch.
     """
 
-    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
+    loss_fn: Loss
     logprobs: LogprobHead
     normalizers: Normalizers
 
@@ -274,7 +278,7 @@ class ValueLossHead:
         normalizers: normalizers of the global batch.
     """
 
-    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
+    loss_fn: Loss
     reads: ValueHead
     normalizers: Normalizers
 
@@ -291,7 +295,7 @@ class ValueLossHead:
 
 
 def _loss_of(
-    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
+    loss_fn: Loss,
     model_input: ModelInput,
     normalizers: Normalizers,
     **read: torch.Tensor,

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import StateDict
 
 from megarl.models.engine.state_formats import BLOCK, FORMATS, StateFormat, random_bits
 
@@ -208,7 +209,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         if self.state[parameter]:
             return
         weights = local_shard(parameter)
-        state: dict[str, Any] = {}
+        state: dict[str, torch.Tensor] = {}
         for prefix, first, last in self._pieces(parameter):
             # Create the tensors on the meta device first: host memory is then allocated by shape, from
             # page-locked blocks.
@@ -313,10 +314,10 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 stored = state[prefix + name]
                 self.settings.format_of(name).write(stored, 0, values[first:last].to(stored.device), None)
 
-    def full_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+    def full_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the state in the form of ``torch.optim.AdamW``: float32 moments with the parameter's
         shape."""
-        full: dict[torch.Tensor, dict[str, Any]] = {}
+        full: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for parameter, state in self.state.items():
             full[parameter] = {"step": state["step"]}
             for name in MOMENTS:
@@ -337,7 +338,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         kept = self.state
         try:
             # torch's state_dict reads self.state and numbers the parameters. Swap the state for the call,
@@ -348,7 +349,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             self.state = kept
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         # Load the state separately: torch would convert the moments of bfloat16 weights to bfloat16.
         super().load_state_dict({**state_dict, "state": {}})
         parameters, numbers = [], []

@@ -7,7 +7,7 @@ sequence lengths alone, with the same number of micro-batches for every data-par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from megarl.distributed.batched_data_dict import take_rows
 from megarl.distributed.device import sent_to
+from megarl.distributed.parcels import Columns
 from megarl.errors import BatchError
 
 HOST_LENGTHS = "input_lengths_on_host"
@@ -38,7 +39,7 @@ class MicroBatch:
             packed row.
     """
 
-    data: Mapping[str, Any]
+    data: Columns
     packed: bool
     length: int
 
@@ -86,7 +87,7 @@ class Shapes:
     equal: bool = False
 
 
-def batch_size(data: Mapping[str, Any]) -> int:
+def batch_size(data: Columns) -> int:
     """Return the number of rows of a batch."""
     return data["input_ids"].shape[0]
 
@@ -105,14 +106,12 @@ def chosen_size(given: int | None, configured: int, what: str) -> int:
     return value
 
 
-def slice_rows(data: Mapping[str, Any], first: int, last: int) -> dict[str, Any]:
+def slice_rows(data: Columns, first: int, last: int) -> Columns:
     """Return rows ``first`` to ``last`` (exclusive) of every column. Tensors become views."""
     return {key: value[first:last] for key, value in data.items()}
 
 
-def move_to(
-    data: Mapping[str, Any], device: torch.device, *, wanted: torch.Tensor | None = None
-) -> dict[str, Any]:
+def move_to(data: Columns, device: torch.device, *, wanted: torch.Tensor | None = None) -> Columns:
     """Copy a batch's tensors from the host to ``device``, and keep on the host what the host needs later.
 
     Args:
@@ -130,7 +129,7 @@ def move_to(
     return moved
 
 
-def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
+def under_mask(data: Columns) -> torch.Tensor:
     """Return a mask [B, S] bool of the tokens whose ``token_mask`` and ``sample_mask`` (if present) are not
     0.
 
@@ -150,7 +149,7 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
+def fit_sequences(data: Columns, length: int) -> Columns:
     """Truncate or zero-pad dimension 1 of every tensor to ``length``, on the right. Tensors with one
     dimension are unchanged."""
 
@@ -164,7 +163,7 @@ def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
     return {key: fit(value) for key, value in data.items()}
 
 
-def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -> list[MicroBatch]:
+def split_rows(data: Columns, micro_batch_size: int, shapes: Shapes) -> list[MicroBatch]:
     """Split a batch into micro-batches of ``micro_batch_size`` rows, in order. The last one has the remaining
     rows."""
     total, length = batch_size(data), round_up(data["input_ids"].shape[1], shapes.row_multiple)
@@ -174,7 +173,7 @@ def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -
     return [MicroBatch(slice_rows(padded, first, last), False, length) for first, last in limits]
 
 
-def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
+def repeat_last_row(data: Columns, missing: int) -> Columns:
     """Append ``missing`` copies of a batch's last row."""
     # A copy of a real row has valid values in every column. Its results are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
@@ -182,7 +181,7 @@ def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
 
 
 def follow_plan(
-    data: Mapping[str, Any],
+    data: Columns,
     indices: Sequence[Sequence[int]],
     lengths: Sequence[int],
     shapes: Shapes,
@@ -221,13 +220,13 @@ def follow_plan(
     return [MicroBatch(part, False, part["input_ids"].shape[1]) for part in fitted]
 
 
-def packed_length(part: Mapping[str, Any], shapes: Shapes) -> int:
+def packed_length(part: Columns, shapes: Shapes) -> int:
     """Return the number of positions of a micro-batch's rows when packed. Each row is padded to
     ``Shapes.packed_multiple``."""
     return sum(round_up(length, shapes.packed_multiple) for length in _lengths(part))
 
 
-def _lengths(part: Mapping[str, Any]) -> list[int]:
+def _lengths(part: Columns) -> list[int]:
     """Return the number of tokens of each row. Uses the host's copy if there is one, and otherwise waits for
     the device."""
     known = part.get(HOST_LENGTHS)

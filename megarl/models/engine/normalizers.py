@@ -3,12 +3,11 @@ micro-batches and ranks can simply be summed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from megarl.distributed.parcels import Columns
 from megarl.models.engine.groups import ParallelGroups
 
 
@@ -28,7 +27,7 @@ class Normalizers:
     valid_tokens: torch.Tensor
 
 
-def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Normalizers:
+def global_normalizers(data: Columns, groups: ParallelGroups) -> Normalizers:
     """Compute the normalizers of a global batch from this data-parallel rank's rows. Collective over the
     data-parallel group.
 

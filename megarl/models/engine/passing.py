@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarl.algorithms.interfaces import check_loss
 from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.parcels import Columns
 from megarl.errors import (
     BatchError,
     StateError,
@@ -22,6 +23,28 @@ from megarl.models.engine.nonfinite import SkipLimit
 from megarl.models.engine.offload_state import BaseAsReference, ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on_batch, values_of_batch
 from megarl.models.engine.worker_state import WorkerState
+
+
+class WorkerTrainResult(TypedDict):
+    """Result of ``train`` of one worker.
+
+    Keys:
+        global_loss: float32 [global batches].
+        grad_norm: 0-d, of the last global batch; None in evaluation.
+        rank: of this worker.
+        all_mb_metrics: a list of values for each metric.
+        skipped: the global batches whose step was skipped, with row numbers of this replica.
+        positions: number of positions in this replica's forward passes, including padding.
+        gpu_info: see ``get_gpu_info``; None in evaluation.
+    """
+
+    global_loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    rank: int
+    all_mb_metrics: dict[str, list[float]]
+    skipped: list[dict[str, Any]]
+    positions: int
+    gpu_info: Any
 
 
 class PassingWorker(WorkerState):
@@ -38,7 +61,7 @@ class PassingWorker(WorkerState):
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> WorkerTrainResult:
         """Train on this data-parallel rank's rows of a batch. With ``eval_mode`` only compute the loss.
 
         Args:
@@ -48,13 +71,6 @@ class PassingWorker(WorkerState):
             gbs: samples of a global batch over all data-parallel ranks; defaults to
                 ``train_global_batch_size``.
             mbs: rows of a micro-batch; defaults to ``train_micro_batch_size``.
-
-        Returns:
-            ``global_loss``: float32 [global batches]. ``grad_norm``: 0-d, of the last global batch; None in
-            evaluation. ``rank``. ``all_mb_metrics``: a list of values for each metric. ``skipped``: the
-            global batches whose step was skipped, with row numbers of this replica. ``positions``: number of
-            positions in this replica's forward passes, including padding. ``gpu_info``: see ``get_gpu_info``;
-            None in evaluation.
 
         Raises:
             ConfigError: ``loss_fn`` needs values but the model computes log-probabilities, or the reverse.
@@ -94,7 +110,7 @@ class PassingWorker(WorkerState):
             "gpu_info": None if eval_mode else self.get_gpu_info(),
         }
 
-    def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:
+    def _local_batch_size(self, data: Columns, global_batch: int, micro_batch: int) -> int:
         ranks = self.backend.groups.data_size
         if global_batch % ranks:
             raise BatchError(
@@ -219,7 +235,7 @@ class PassingWorker(WorkerState):
 
     def _scored_batch(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None, skip_masked: bool = False
-    ) -> tuple[dict[str, Any], Batching, torch.Tensor | None]:
+    ) -> tuple[Columns, Batching, torch.Tensor | None]:
         """Prepare a batch for scoring.
 
         Returns:

@@ -11,7 +11,7 @@ import torch
 
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.weight_sync.broadcast import WeightListener
-from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.manifest import Description, Manifest
 from megarl.weight_sync.plan import checksum
 from megarl.weight_sync.transfer_group import TransferGroup
 
@@ -66,7 +66,7 @@ class ReceivingWorker:
     runtime: DeviceRuntime
     _listener: WeightListener | None = None
 
-    def connect(self, weights: Mapping[str, Any], address: Sequence[Any]) -> None:
+    def connect(self, weights: Description, address: Sequence[Any]) -> None:
         """Join the policy's process group. Collective over the policy's sending ranks and all engine ranks.
 
         Args:

@@ -214,13 +214,13 @@ class SavingWorker(WorkerState):
         """Gather the adapters on the first rank. Return a function that writes them and the model's files
         into the directory of an export, given the dtype of its weights."""
         found = self.backend.export_adapters()
-        config, factors = ({}, ()) if found is None else found
+        factors = () if found is None else found[1]
         gathered = {name: tensor.cpu() for name, tensor in factors if dist.get_rank() == 0}
 
         def write(directory: Path, dtype: torch.dtype) -> None:
             self.write_model_files(directory, dtype)
             if found is not None:
-                write_peft(directory / ADAPTER_DIRECTORY, config, gathered)
+                write_peft(directory / ADAPTER_DIRECTORY, found[0], gathered)
 
         return write
 

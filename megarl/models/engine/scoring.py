@@ -53,7 +53,7 @@ def scoring_config(hf_config: Any) -> Any:
     return config
 
 
-def said_of_scoring(config: Any) -> dict[str, Any]:
+def said_of_scoring(config: Any) -> dict[str, object]:
     """Return the entries of ``config.json`` in which a reward or value model differs from its language
     model."""
     full = config.to_dict()

@@ -17,7 +17,9 @@ from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.worker_state import WorkerState
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.ipc import host_identity
-from megarl.weight_sync.manifest import ONE_STAGE, Stages, WeightIterator, drain, failing
+from megarl.weight_sync.mailbox import CarriedPayload, MailboxHandle
+from megarl.weight_sync.manifest import ONE_STAGE, Description, Stages, drain, failing
+from megarl.weight_sync.plan import WeightIterator
 from megarl.weight_sync.rendezvous import Rendezvous
 from megarl.weight_sync.session import SlicesHere, WeightSender
 from megarl.weight_sync.slices import WantedSlices, names_digest
@@ -47,7 +49,7 @@ class SendingWorker(WorkerState):
         assert found is not None, "policy.peft is enabled"
         return found[1]
 
-    def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
+    def prepare_refit_info(self, first_rank_only: bool = False) -> Description:
         """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in sending order. It is equal
         on all ranks; with ``first_rank_only``, other ranks return an empty dictionary."""
         # Check only the first time. Names and shapes, and so the manifest, never change afterwards.
@@ -57,7 +59,7 @@ class SendingWorker(WorkerState):
         manifest = self._sender.manifest
         return {} if first_rank_only and dist.get_rank() else manifest.description()
 
-    def prepare_info_for_collective(self) -> dict[str, Any]:
+    def prepare_info_for_collective(self) -> Description:
         """Call ``prepare_refit_info``, for callers that use this older name."""
         return self.prepare_refit_info()
 
@@ -77,21 +79,21 @@ class SendingWorker(WorkerState):
         self._require("prepare_weights_for_ipc")
         return sender.begin(self._weights_version)
 
-    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, CarriedPayload]:
         """Copy the next group of weights into the transfer buffer. Collective. Ranks with a buffer return
         ``{device: payload}``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send(list(keys))
 
-    def get_part_ipc_handles(self, first: int, count: int) -> dict[str, Any]:
+    def get_part_ipc_handles(self, first: int, count: int) -> dict[str, CarriedPayload]:
         """Return the IPC handles of a group, given the index of its first weight in sending order and its
         number of weights. Collective, like ``get_weights_ipc_handles``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send_part(first, count)
 
-    def mailbox(self) -> dict[str, Any]:
+    def mailbox(self) -> dict[str, MailboxHandle]:
         """Return ``{device: handle}`` of the mailbox from which an engine rank on this device reads weights;
         empty on a rank without a mailbox."""
         self.prepare_refit_info()

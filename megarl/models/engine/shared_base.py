@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, TypedDict, cast
 
 import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
 from megarl.models.engine.worker_state import WorkerState
-from megarl.weight_sync.ipc import SharedBlock
+from megarl.weight_sync.ipc import BlockHandle, SharedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +43,22 @@ class SharesFrozen(Protocol):
         """
 
 
+class SharedBase(TypedDict, total=False):
+    """Frozen weights in shared memory: the handle of the memory, and offset and size in bytes of each storage
+    by name. Empty if there is nothing to share, or not enough shared memory."""
+
+    block: BlockHandle
+    places: Mapping[str, Sequence[int]]
+
+
 class SharingWorker(WorkerState):
     """Worker methods by which several models share one copy of the base weights."""
 
     # Keep the block open for as long as another process may attach to it.
     _block: SharedBlock | None = None
 
-    def share_base(self) -> dict[str, Any]:
-        """Move the frozen weights into shared memory.
-
-        Returns:
-            ``block``, the handle of the memory, and ``places``, offset and size in bytes of each storage by
-            name. Empty if there is nothing to share, or not enough shared memory.
-        """
+    def share_base(self) -> SharedBase:
+        """Move the frozen weights into shared memory."""
         self.offload_states.require("parameters", "share_base", "prepare_for_lp_inference")
         frozen, places, end = cast(SharesFrozen, self.backend).frozen(), {}, 0
         for name, tensors in frozen.items():
@@ -76,7 +79,7 @@ class SharingWorker(WorkerState):
             self._keep(tensors, memory)
         return {"block": self._block.handle(), "places": places}
 
-    def take_base(self, shared: Sequence[Mapping[str, Any]]) -> int:
+    def take_base(self, shared: Sequence[SharedBase]) -> int:
         """Replace frozen weights by those in the memory of ``share_base``, and return their number of bytes.
 
         Weights that differ in any bit are not replaced; neither is any weight if the memory is on another
@@ -89,7 +92,7 @@ class SharingWorker(WorkerState):
         rank, taken = dist.get_rank(), 0
         if not shared[rank]:
             return 0
-        places: Mapping[str, Sequence[int]] = shared[rank]["places"]
+        places = shared[rank]["places"]
         try:
             block = SharedBlock.attach(shared[rank]["block"])
         except RefitError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.interfaces import reads_values
 from megarl.distributed.device import is_out_of_memory, runtime
+from megarl.distributed.parcels import Columns
 from megarl.errors import BatchError, ConfigError, MicroBatchMemoryError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
@@ -22,6 +23,7 @@ from megarl.models.engine.heads import (
     Head,
     HeadOutput,
     LogprobHead,
+    Loss,
     LossHead,
     TopkHead,
     ValueHead,
@@ -168,7 +170,7 @@ MODEL_KEYS = ("input_ids", "input_lengths", HOST_LENGTHS, WANTED)
 
 def logprobs_of_batch(
     backend: Backend,
-    data: Mapping[str, Any],
+    data: Columns,
     batching: Batching,
     *,
     sampling: SamplingSettings,
@@ -198,7 +200,7 @@ def logprobs_of_batch(
 
 def topk_of_batch(
     backend: Backend,
-    data: Mapping[str, Any],
+    data: Columns,
     batching: Batching,
     *,
     count: int,
@@ -249,7 +251,7 @@ def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> Non
         )
 
 
-def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching) -> torch.Tensor:
+def values_of_batch(backend: Backend, data: Columns, batching: Batching) -> torch.Tensor:
     """Compute the scalar output of a reward or value model at each token of a batch, under the current
     weights.
 
@@ -274,7 +276,7 @@ LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
 
 def _run_head(
-    backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns
+    backend: Backend, data: Columns, batching: Batching, head: Head, columns: _Columns
 ) -> dict[str, torch.Tensor]:
     """Run a head over a batch without gradients. Return its tensors [B, S, ...] in the order of ``data``.
     ``columns`` has their further dimensions and dtypes."""
@@ -318,8 +320,8 @@ def _run_head(
 
 def train_on_batch(
     backend: Backend,
-    data: Mapping[str, Any],
-    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
+    data: Columns,
+    loss_fn: Loss,
     batching: Batching,
     *,
     sampling: SamplingSettings,
@@ -436,7 +438,7 @@ class _GlobalBatch:
 def _global_batch(
     backend: Backend,
     chunk: Chunk,
-    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
+    loss_fn: Loss,
     reads: LogprobHead | ValueHead,
     update: bool,
 ) -> _GlobalBatch:

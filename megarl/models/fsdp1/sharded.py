@@ -31,6 +31,7 @@ from megarl.models.engine.low_precision_adam import add_to_sum
 from megarl.models.fsdp1.build import Filler, Held, named
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.loading import layers_of
+from megarl.weight_sync.plan import WeightIterator, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Sharded:
         if self.module._is_root and self.module._handle is not None:
             _reshard(self.module, self.module._handle, True)
 
-    def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(self, names: Sequence[str]) -> WeightIterator:
         """Yield the full parameters ``names`` as copies. Collective over all ranks.
 
         Consecutive names in one unit are gathered together, so an order by layers gathers each layer once.
@@ -131,9 +132,7 @@ class Sharded:
         for unit, neighbours in itertools.groupby(names, key=self._unit_of.__getitem__):
             yield from self._gathered(unit, {name: self._held[name] for name in neighbours})
 
-    def _gathered(
-        self, unit: FullyShardedDataParallel, held: dict[str, Held]
-    ) -> list[tuple[str, torch.Tensor]]:
+    def _gathered(self, unit: FullyShardedDataParallel, held: dict[str, Held]) -> Weights:
         # recurse=False gathers one unit at a time, so that no rank holds more than a layer.
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             return [
@@ -176,7 +175,8 @@ class Sharded:
         state: dict[int, dict[str, torch.Tensor]] = {}
         if loaded["state"]:
             with self._state_dict_type():
-                state = FullyShardedDataParallel.optim_state_dict_to_load(self.module, optimizer, loaded)[
+                whole = dict(loaded)
+                state = FullyShardedDataParallel.optim_state_dict_to_load(self.module, optimizer, whole)[
                     "state"
                 ]
         checkpoint.install(optimizer, state, loaded, checkpoint.names_of(self.parameters()))

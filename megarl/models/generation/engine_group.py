@@ -29,7 +29,8 @@ from megarl.models.generation.interfaces import (
 from megarl.models.generation.sampling import seeds_of_call
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.stream import RequestStream
-from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.mailbox import CarriedPayload, MailboxHandle
+from megarl.weight_sync.manifest import Description, Manifest
 from megarl.weight_sync.slices import WantedSlices, slices_digest
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class EngineGroup(RolloutEngine):
         # engine generates with partially loaded weights.
         self._versions: list[int | None] = [None] * workers.engines
         self._weights: list[list[Any]] = []
-        self._met: tuple[Mapping[str, Any], int] | None = None
+        self._met: tuple[Mapping[str, MailboxHandle], int] | None = None
         self._wanted: WantedSlices | None = None
         self._sliced: Sequence[str] = ()
         self._seed, self._calls = seed, 0
@@ -195,7 +196,7 @@ class EngineGroup(RolloutEngine):
 
     # Methods for a refit.
 
-    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+    def prepare_refit_info(self, state_dict_info: Description) -> None:
         """Store names, shapes and dtypes of the weights that refits will send, from the policy's
         ``prepare_refit_info``. Engines on the policy's devices are then ready for a refit.
 
@@ -212,7 +213,7 @@ class EngineGroup(RolloutEngine):
         if self._colocated:
             self._all("connect", weights=self._weights, address=None)
 
-    def meet(self, mailboxes: Mapping[str, Any]) -> int:
+    def meet(self, mailboxes: Mapping[str, MailboxHandle]) -> int:
         """Connect each engine rank to the mailbox of the policy rank on its device; see
         ``RolloutEngine.meet``.
 
@@ -291,7 +292,7 @@ class EngineGroup(RolloutEngine):
             "connect", run_rank_0_only_axes=[NODE], address=addresses, common_kwargs=known
         )
 
-    def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
+    def update_weights_from_ipc_handles(self, ipc_handles: dict[str, CarriedPayload]) -> bool:
         """Load one group of weights into all engines, and return True. No engine generates until the last
         group of the refit is loaded.
 
@@ -304,7 +305,7 @@ class EngineGroup(RolloutEngine):
             raise RefitError(
                 "no handles of weights: pass on what the policy's get_weights_ipc_handles() returned"
             )
-        self.expected_version = int(next(iter(ipc_handles.values()))["version"])
+        self.expected_version = next(iter(ipc_handles.values()))["version"]
         # Engines return None as their version until they have loaded the last group.
         self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True

@@ -65,7 +65,7 @@ class EngineStream:
         group: Group,
         check: Callable[[BatchedDataDict[Any]], None],
         pad_token_id: int,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         *,
         gathers: bool = False,
     ) -> None:

@@ -8,13 +8,10 @@ path/to/file.py:KIND``. This module imports neither torch nor Ray.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from megarl.config.plugins import EngineKind
-from megarl.models.generation.interfaces import SharesDevices
-
-if TYPE_CHECKING:
-    from megarl.models.generation.interfaces import RolloutEngine
+from megarl.models.generation.interfaces import RolloutEngine, SharesDevices
 
 __all__ = ["EngineKind", "SharesDevices", "started_on_empty_devices"]
 

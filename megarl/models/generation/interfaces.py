@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.generation.stream import RequestStream
+    from megarl.weight_sync.mailbox import MailboxHandle
     from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
@@ -285,7 +286,7 @@ class RolloutEngine(GenerationInterface):
         """Store the results of ``update_weights_from_collective`` or ``update_weights_from_policy``, from
         which ``version`` follows."""
 
-    def meet(self, mailboxes: Mapping[str, Any]) -> int:
+    def meet(self, mailboxes: Mapping[str, MailboxHandle]) -> int:
         """Connect the engine ranks to the policy ranks on the same devices. If the mailboxes have not
         changed, the engines are not called.
 

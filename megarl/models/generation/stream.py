@@ -158,7 +158,9 @@ class Waves:
         _check_continues(output, data["input_ids"], data["input_lengths"])
         return self._completions(output, requests)
 
-    def _completions(self, output: Mapping[str, Any], requests: Sequence[Request]) -> list[Completion]:
+    def _completions(
+        self, output: Mapping[str, torch.Tensor], requests: Sequence[Request]
+    ) -> list[Completion]:
         ids, logprobs = output["output_ids"].numpy(), output["logprobs"].numpy()
         ends = output["unpadded_sequence_lengths"].tolist()
         # Prefer the engine's own ``truncated``, because stop strings are not visible here.
@@ -198,7 +200,9 @@ def batch_of_requests(requests: Sequence[Request], pad_token_id: int) -> Batched
     return data
 
 
-def _check_continues(output: Mapping[str, Any], prompts: torch.Tensor, lengths: torch.Tensor) -> None:
+def _check_continues(
+    output: Mapping[str, torch.Tensor], prompts: torch.Tensor, lengths: torch.Tensor
+) -> None:
     """Raise BatchError unless each output row starts with the prompt of the same row."""
     ids, ends, new = output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"]
     width = prompts.shape[1]

@@ -100,7 +100,7 @@ def attention_forward(
 
 
 def _refuse_unknown(
-    module: torch.nn.Module, mask: torch.Tensor | None, dropout: float, others: dict[str, Any]
+    module: torch.nn.Module, mask: torch.Tensor | None, dropout: float, others: dict[str, object]
 ) -> None:
     asked = [name for name in _UNKNOWN_FEATURES if others.get(name) is not None]
     if others.get("is_causal", True) is False or not getattr(module, "is_causal", True):

@@ -8,7 +8,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,11 @@ from megarl.models.huggingface.optimizer import (
     saved_schedule,
     schedule_values,
 )
+from megarl.weight_sync.plan import WeightIterator
 from megarl.weight_sync.slices import Slice, Slices
+
+if TYPE_CHECKING:
+    from megarl.models.engine.adapters import AdapterConfig, AdapterExport
 
 # Checkpoint keys of the loss scale, stored in the first parameter group.
 SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
@@ -169,7 +173,7 @@ class HuggingFaceBackend(ABC):
         different numbers and lengths of rows."""
 
     @abstractmethod
-    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf(self) -> WeightIterator:
         """Yield Hugging Face names and full tensors in ``policy.precision``."""
 
     @property
@@ -186,7 +190,7 @@ class HuggingFaceBackend(ABC):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._parameters.items())
 
-    def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trainable(self) -> WeightIterator:
         for name, parameter in self.parameters():
             if parameter.requires_grad:
                 yield name, parameter
@@ -194,7 +198,7 @@ class HuggingFaceBackend(ABC):
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
         return None
 
-    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+    def export_adapters(self) -> AdapterExport | None:
         return None
 
     def zero_grad(self) -> None:
@@ -236,7 +240,7 @@ class HuggingFaceBackend(ABC):
     def parameters_changed(self) -> None:  # noqa: B027 - there is nothing to do
         """Do nothing: there are no copies, and the next pass reads the parameters again."""
 
-    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_stage(self) -> WeightIterator:
         """Export all weights, because there is only one stage."""
         return self.export_hf()
 
@@ -244,7 +248,7 @@ class HuggingFaceBackend(ABC):
         """Return an empty mapping, because all weights are gathered."""
         return {}
 
-    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_slices(self) -> WeightIterator:
         """Export all weights in full."""
         return self.export_hf()
 
@@ -254,7 +258,7 @@ class HuggingFaceBackend(ABC):
 
     @torch.no_grad()
     def generate(
-        self, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
+        self, data: BatchedDataDict[Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
     ) -> BatchedDataDict[Any]:
         """Continue prompts; see ``decode``.
 
@@ -314,7 +318,7 @@ class HuggingFaceBackend(ABC):
             require_optimizer(self.optimizer)
             checkpoint.require(optimizer)
 
-    def _as_peft(self) -> dict[str, Any] | None:
+    def _as_peft(self) -> AdapterConfig | None:
         """Return PEFT's config of the adapters; None if there are none."""
         return None
 

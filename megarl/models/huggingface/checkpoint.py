@@ -14,13 +14,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim.optimizer import StateDict
 
 from megarl.checkpoint.collective import (
     appears_whole,
@@ -35,16 +36,20 @@ from megarl.checkpoint.storage import is_file
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, StorageError
 from megarl.models.engine.low_precision_adam import LowPrecisionAdamW
-from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
+from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL, SavedSchedule
 
 PLAIN_FILE = "optimizer.pt"
 # Keys that select the kernel of a step. The configuration decides them; if it leaves the kernel open, the
 # checkpoint does.
 IMPLEMENTATION = frozenset({*KERNEL_ARGUMENTS, OPEN_KERNEL})
 
-OptimizerState = dict[str, Any]
-"""Optimizer state by parameter name. ``state`` is {parameter name: {key: tensor or number}}; ``param_groups``
-has the hyperparameters and ``params``, a list of parameter names."""
+
+class OptimizerState(TypedDict):
+    """Optimizer state by parameter name. ``state`` has tensors and numbers of each parameter;
+    ``param_groups`` has the hyperparameters and ``params``, a list of parameter names."""
+
+    state: dict[str, StateDict]
+    param_groups: list[StateDict]
 
 
 def save_weights(
@@ -79,7 +84,7 @@ def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 def save_optimizer(
     state: OptimizerState,
-    schedule: Mapping[str, Any],
+    schedule: SavedSchedule,
     runtime: DeviceRuntime,
     directory: Path,
     buffer: StagingBuffer | None = None,
@@ -92,8 +97,8 @@ def save_optimizer(
     """
     # Write tensors through DCP, so that any layout can read them, and numbers and texts in one file by rank
     # 0.
-    tensors: dict[str, Any] = {}
-    numbers: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, object] = {}
     for name, values in state["state"].items():
         for key, value in values.items():
             (tensors if isinstance(value, torch.Tensor) else numbers)[f"{name}/{key}"] = value
@@ -111,7 +116,7 @@ def save_optimizer(
 
 def load_optimizer(
     like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, directory: Path
-) -> tuple[OptimizerState, dict[str, Any]]:
+) -> tuple[OptimizerState, SavedSchedule]:
     """Read what ``save_optimizer`` wrote: return optimizer state and schedule, and restore random-number
     states. Collective over all ranks.
 
@@ -129,7 +134,7 @@ def load_optimizer(
     with failing_alike():
         metadata = _metadata(directory)
         plain = read_plain(directory / PLAIN_FILE)
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, StateDict] = {}
     tensors = {}
     for entry, stored in metadata.state_dict_metadata.items():
         name, key = entry.rsplit("/", 1)
@@ -145,10 +150,12 @@ def load_optimizer(
         state.setdefault(name, {})[key] = value
     with failing_together(f"reading random-number states of {directory}"):
         restore_random_state(directory, runtime)
-    # Version 0.1 stored nothing for a run without a schedule, so that the optimizer's updates are used as the
-    # schedule's steps.
-    updates = max((int(values["step"]) for values in state.values() if "step" in values), default=0)
-    schedule = plain["schedule"] or {"kind": None, "state": {"last_epoch": updates}}
+    schedule: SavedSchedule = plain["schedule"]
+    if not schedule:
+        # Version 0.1 stored nothing for a run without a schedule, so that the optimizer's updates are used as
+        # the schedule's steps.
+        updates = max((int(values["step"]) for values in state.values() if "step" in values), default=0)
+        schedule = {"kind": None, "state": {"last_epoch": updates}}
     return {"state": state, "param_groups": plain["param_groups"]}, schedule
 
 
@@ -169,7 +176,7 @@ def names_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
     return {parameter: name for name, parameter in named_parameters}
 
 
-def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[dict[str, Any]]:
+def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[StateDict]:
     """Return the parameter groups of an optimizer with names instead of parameters."""
     return [
         {**group, "params": list(map(names.__getitem__, group["params"]))} for group in optimizer.param_groups

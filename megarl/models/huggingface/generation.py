@@ -7,7 +7,7 @@ state than keys and values (such as a recurrent state) uses its own cache.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Generating(Protocol):
 def generate(
     model: torch.nn.Module,
     backend: Generating,
-    data: Mapping[str, Any],
+    data: BatchedDataDict[Any],
     config: GenerationConfig,
     tokenizer: Any,
     *,

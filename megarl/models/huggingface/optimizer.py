@@ -17,12 +17,13 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.optimizer import StateDict
 
 from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig, PytorchOptimizerConfig
@@ -40,6 +41,22 @@ UNSUITABLE = frozenset({"LBFGS", "SparseAdam"})
 # none.
 KERNEL_ARGUMENTS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 OPEN_KERNEL = "kernel_is_open"
+
+
+class ScheduleSettings(TypedDict):
+    """The learning rate and ``policy.scheduler``."""
+
+    lr: float
+    scheduler: object
+
+
+class SavedSchedule(TypedDict):
+    """A learning-rate schedule in a checkpoint. Version 0.1 did not save the settings, and had no ``kind``
+    for a run without a schedule."""
+
+    kind: str | None
+    state: StateDict
+    settings: NotRequired[ScheduleSettings]
 
 
 def build_optimizer(
@@ -151,8 +168,8 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
     return schedules[0] if len(schedules) == 1 else SequentialLR(optimizer, schedules, milestones)
 
 
-def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return the content that ``resume_schedule`` needs from a checkpoint."""
+def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> SavedSchedule:
+    """Return what ``resume_schedule`` needs from a checkpoint."""
     return {
         "kind": type(scheduler).__name__,
         "state": scheduler.state_dict(),
@@ -160,7 +177,7 @@ def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, An
     }
 
 
-def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping[str, Any]) -> LRScheduler:
+def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: SavedSchedule) -> LRScheduler:
     """Return the schedule at a checkpoint's step. The optimizer state must already be loaded.
 
     A schedule with the checkpoint's settings gets the checkpoint's state, so that the run continues bit for
@@ -169,7 +186,7 @@ def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping
     Args:
         policy: the current configuration, which decides the settings.
         scheduler: the schedule built from it.
-        saved: the checkpoint's saved schedule; version 0.1 did not save the settings.
+        saved: the checkpoint's saved schedule.
     """
     optimizer = scheduler.optimizer
     settings, before = _settings(policy, optimizer), schedule_values(optimizer)["lr"]
@@ -190,7 +207,7 @@ def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping
     return resumed
 
 
-def _settings(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _settings(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> ScheduleSettings:
     return {"lr": optimizer.defaults["lr"], "scheduler": policy["scheduler"] or None}
 
 
@@ -332,7 +349,7 @@ def _resolve(key: str, path: Any, base: type, example: str) -> Any:
     return kind
 
 
-def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set[str]) -> set[str]:
+def _check_arguments(key: str, kind: type, kwargs: Mapping[str, object], given: set[str]) -> set[str]:
     """Check that ``kind`` has all arguments in ``kwargs``, and return the names of its arguments without
     those in ``given``.
 
@@ -359,7 +376,7 @@ def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set
     return accepted
 
 
-def _construct(key: str, kind: Any, first: Any, kwargs: Mapping[str, Any]) -> Any:
+def _construct(key: str, kind: Any, first: Any, kwargs: Mapping[str, object]) -> Any:
     try:
         return kind(first, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:

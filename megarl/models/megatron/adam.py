@@ -17,6 +17,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import StateDict
 
 from megarl.errors import ConfigError
 from megarl.models.engine.host_adam import HostAdam
@@ -225,14 +226,14 @@ class ShardedAdamW(LowPrecisionAdamW):
         for parameter in self.state:
             self._copy_weights(parameter)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the hyperparameters and the state in its stored format. Megatron-Core saves only the
         hyperparameters."""
         # LowPrecisionAdamW's state_dict is for the torch backends; here state is streamed to the checkpoint
         # by state_stream.
         return torch.optim.Optimizer.state_dict(self)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the hyperparameters; ``write_state`` loads the state."""
         kept = self.state
         # Load without the state: torch would cast it to the parameter's dtype, which corrupts other formats.

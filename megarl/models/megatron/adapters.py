@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -61,6 +62,7 @@ from megarl.errors import ConfigError, Violation
 from megarl.models.engine.adapters import (
     KEY,
     SAVED_SCORE,
+    AdapterConfig,
     AdapterSettings,
     AdapterSwitch,
     FirstFactors,
@@ -304,10 +306,10 @@ class Adapter(nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    ) -> ShardedStateDict:
         """Return the factors as Megatron-Core's modules do, under the checkpoint keys of Megatron-Bridge's
         CanonicalLoRA."""
-        state: dict[str, Any] = {}
+        state: ShardedStateDict = {}
         for pair in self._pairs:
             alone = next(iter(pair.parts)) if len(pair.parts) == 1 else None
             stored = [("A", pair.module, f"{self._stored(alone)}linear_in.weight")]
@@ -391,10 +393,10 @@ class _Adapted:
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    ) -> ShardedStateDict:
         # Include the frozen weight, which Megatron-Core expects from an output layer; the checkpoint filters
         # it out.
-        own: dict[str, Any] = super().sharded_state_dict(  # type: ignore[misc]
+        own: ShardedStateDict = super().sharded_state_dict(  # type: ignore[misc]
             prefix, sharded_offsets, metadata
         )
         return own | self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
@@ -565,7 +567,7 @@ class Adapters:
         """
         return _Exported(held, self._by_weight if self.switch.is_on else {})
 
-    def as_peft(self) -> dict[str, Any]:
+    def as_peft(self) -> AdapterConfig:
         """Return PEFT's config of the adapters."""
         return self.settings.as_peft(
             self.adapted, self._matrices, [stack.name for stack in self._stacks], self._other_stacks

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megarl.config.layout import pipeline_chunks
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import StateError
-from megarl.models.engine.adapters import AdapterSettings
+from megarl.models.engine.adapters import AdapterExport, AdapterSettings
 from megarl.models.engine.backend import Part, Place, StepOutcome, WriteModelFiles, require_optimizer
 from megarl.models.engine.groups import ParallelGroups, share_random_state
 from megarl.models.engine.heads import Head, HeadOutput
@@ -66,6 +66,7 @@ from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
 from megarl.patched import patched
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
+from megarl.weight_sync.plan import WeightIterator
 from megarl.weight_sync.slices import Slice, Slices
 
 
@@ -457,15 +458,15 @@ class MegatronBackend:
     def schedule_values(self) -> dict[str, float]:
         return schedule_values(self.optimizer) if self.optimizer is not None else {}
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self) -> WeightIterator:
         return hf_state.parameters_of(self.stages, self.experts)
 
-    def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trainable(self) -> WeightIterator:
         for name, parameter in self.parameters():
             if parameter.requires_grad:
                 yield name, parameter
 
-    def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def copied_parameters(self) -> WeightIterator:
         """Yield the parameters that are replicated on every tensor-parallel rank; see ``TakesWeights``."""
         for name, tensor in self.parameters():
             if rule_for(name, self.architecture).kind is Kind.REPLICATED:
@@ -518,15 +519,15 @@ class MegatronBackend:
             first = dist.get_global_rank(groups.pipeline, 0)
             dist.recv(self.stages[-1].output_layer.weight.detach(), src=first, group=groups.pipeline)
 
-    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf(self) -> WeightIterator:
         self.sync_parameters()
         return iter(self._weights)
 
-    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_stage(self) -> WeightIterator:
         self.sync_parameters()
         return self._weights.of_stage()
 
-    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+    def export_adapters(self) -> AdapterExport | None:
         if self.adapters is None:
             return None
         self.sync_parameters()
@@ -535,7 +536,7 @@ class MegatronBackend:
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
         return self._weights.agree_on_slices(wanted, beside)
 
-    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_slices(self) -> WeightIterator:
         self.sync_parameters()
         return self._weights.sliced()
 

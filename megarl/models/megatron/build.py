@@ -151,7 +151,7 @@ def _gpt_model(
     config: TransformerConfig,
     chunk: int | None,
     layers: TransformerBlockSubmodules,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     **ends: Any,
 ) -> LanguageModule:
     """Build a GPTModel chunk; see ``hybrid_model``."""
@@ -299,7 +299,7 @@ class Float32Product(torch.autograd.Function):
         return of_tokens, of_weight
 
 
-def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] | None) -> None:
+def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, float] | None) -> None:
     """Apply Llama 3's scaling to the rotary frequencies of a model that was built without scaling; None
     leaves them unchanged.
 

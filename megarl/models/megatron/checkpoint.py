@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import common
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
@@ -96,7 +97,7 @@ _COPIES = "fp32_from_fp16_params"
 _BOUNDS = ("max_lr", "min_lr")
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata() -> dict[str, object]:
     """Return new metadata with which Megatron saves optimizer state loadable in any layout. Megatron adds its
     process groups to the dict, so it must not be reused."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -107,7 +108,7 @@ def _entry(chunk: int) -> str:
     return f"model{chunk}"
 
 
-def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+def _sharded(chunks: Sequence[DistributedDataParallel]) -> ShardedStateDict:
     """Return the sharded state dict of the model; with adapters, only of the adapters and other trained
     parameters."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
@@ -305,11 +306,11 @@ def require_output(directory: Path, *, scores: bool) -> None:
         )
 
 
-def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:
+def _load(wanted: ShardedStateDict, directory: Path, what: str, strategy: StreamedLoad) -> StateDict:
     """Return the stored values of every entry of ``wanted``. A missing or surplus tensor is an error, and an
     error on one rank is raised on all. Collective over all ranks."""
     readers: list[tuple[Any, str, Any]] = []
-    loaded: dict[str, Any] = {}
+    loaded: StateDict = {}
     missing: list[str] = []
     unexpected: list[str] = []
     with failing_alike():
@@ -380,12 +381,12 @@ def _shared_beside_tensors(directory: Path) -> Any:
 
 
 def _read(
-    wanted: dict[str, Any],
+    wanted: ShardedStateDict,
     directory: Path,
     what: str,
     strategy: StreamedLoad,
     readers: Sequence[tuple[Any, str, Any]],
-) -> tuple[dict[str, Any], list[str], list[str]]:
+) -> tuple[StateDict, list[str], list[str]]:
     """Return the stored values for ``wanted``, the names of tensors that are only in the checkpoint, and the
     names that only this rank requests."""
     with _as_own_errors(directory, what), restricted_loading(), patched(*readers):
@@ -433,7 +434,7 @@ def _initialize_state(optimizer: MegatronOptimizer) -> None:
             inner.init_state_fn(inner.optimizer, inner.config)
 
 
-def _states_of(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+def _states_of(state: dict[Any, Any]) -> Iterator[StateDict]:
     """Yield the state of each optimizer in a chain, or of a single optimizer."""
     yield from [state] if "optimizer" in state or "param_groups" in state else state.values()
 

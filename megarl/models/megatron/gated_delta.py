@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -221,12 +222,12 @@ class GatedDeltaMixer(MegatronModule):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    ) -> ShardedStateDict:
         """Return the sharded state dict. Parameters outside Megatron's modules are sharded by rows, except
         the norm's weight."""
         cut = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         own = {**cut, "out_norm.weight": self.out_norm.weight}
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             own, prefix, dict.fromkeys(cut, 0), sharded_offsets
         )
         for name in ("in_proj", "out_proj"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megarl.checkpoint.collective import gather_objects
 from megarl.config.generation import GenerationConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.parcels import Columns
 from megarl.models.engine.context import ContextShare
 from megarl.models.engine.decoded_rows import DecodedRows
 from megarl.models.engine.decoding import Decoder, decode
@@ -65,8 +66,8 @@ class CoupledGroups(ParallelGroups):
 
 
 def decode_together(
-    decode_rows: Callable[[ParallelGroups, Mapping[str, Any]], BatchedDataDict[Any]],
-    data: Mapping[str, Any],
+    decode_rows: Callable[[ParallelGroups, Columns], BatchedDataDict[Any]],
+    data: Columns,
     groups: ParallelGroups,
     replicas: dist.ProcessGroup,
 ) -> BatchedDataDict[Any]:
@@ -96,7 +97,7 @@ def decode_together(
     )
 
 
-def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _joined(parts: list[Columns]) -> Columns:
     """Concatenate the rows of several batches, right-padded with zeros to one width."""
     width = max(part["input_ids"].shape[1] for part in parts)
 
@@ -113,7 +114,7 @@ def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def generate(
     backend: MegatronBackend,
-    data: Mapping[str, Any],
+    data: Columns,
     config: GenerationConfig,
     tokenizer: Any,
     *,
@@ -127,7 +128,7 @@ def generate(
     # Use one cache for all batches of the call, because recorded CUDA graphs contain its addresses.
     decoded = DecodedRows(graphs, backend.runtime.device)
 
-    def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
+    def decode_rows(groups: ParallelGroups, rows: Columns) -> BatchedDataDict[Any]:
         decoder = Decoder(
             lambda rows, positions: _CachedForward(backend, decoded, graphs, rows, positions),
             groups,

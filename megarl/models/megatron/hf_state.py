@@ -8,7 +8,6 @@ others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,10 @@ from megarl.distributed.device import runtime
 from megarl.errors import ModelError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.parallel import ExpertGroups, holders
+from megarl.weight_sync.plan import WeightIterator
 
 # A module's dictionary of parameters or buffers, and a key in it.
-TensorPlace = tuple[dict[str, Any], str]
+TensorPlace = tuple[dict[str, torch.Tensor], str]
 
 ADAPTER = "adapter"
 """Name of the submodule that holds a layer's adapters."""
@@ -53,7 +53,7 @@ def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]
     return names
 
 
-def _tensors_of(model: LanguageModule) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(model: LanguageModule) -> WeightIterator:
     yield from model.named_parameters()
     for name, buffer in model.named_buffers():
         if name.endswith(_CORRECTION_BIAS):
@@ -72,9 +72,7 @@ def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterat
             yield name, (module._parameters if key in module._parameters else module._buffers, key)
 
 
-def parameters_of(
-    chunks: Sequence[LanguageModule], experts: ExpertGroups
-) -> Iterator[tuple[str, torch.Tensor]]:
+def parameters_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> WeightIterator:
     """Yield this rank's parameters and checkpointed buffers, under their names in a model without pipeline
     stages and expert parallelism."""
     for chunk in chunks:

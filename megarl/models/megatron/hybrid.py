@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -55,8 +56,8 @@ class Decoder(HybridStack):
     """A ``HybridStack`` of half layers with the checkpoints of GPTModel's decoder."""
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, object] | None = None
+    ) -> ShardedStateDict:
         """Return the sharded state dict, keyed by local names. Tensors have GPTModel's checkpoint names;
         layers of one form share one tensor, as in GPTModel."""
         config = self.config
@@ -65,7 +66,7 @@ class Decoder(HybridStack):
         apart = (
             apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)
         )
-        sharded: dict[str, Any] = {}
+        sharded: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):
             local, number = f"{prefix}layers.{index}.", layer.layer_number - 1
             half = layer.sharded_state_dict(
@@ -101,11 +102,11 @@ class LayeredModel(HybridModel):
         return super().forward(*arguments, padding_mask=padding_mask, **options)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, object] | None = None
+    ) -> ShardedStateDict:
         """Return the sharded state dict without the output layer's empty extra state, which GPTModel's
         checkpoints lack."""
-        sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        sharded: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded.pop(f"{prefix}output_layer._extra_state", None)
         return sharded
 
@@ -114,7 +115,7 @@ def hybrid_model(
     config: TransformerConfig,
     chunk: int | None,
     layers: TransformerBlockSubmodules,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     **ends: Any,
 ) -> HybridModel:
     """Build one model chunk of this pipeline stage.

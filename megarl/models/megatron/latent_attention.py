@@ -73,7 +73,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
             # Clear the positions after an error too, because all layers share this rotary embedding.
             self.rotary_pos_emb.positions = None
 
-    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         """Return the projections and norms of the layer spec unchanged.
 
         From 0.19 on, Megatron-Core selects them by ``qk_layernorm``. If it is False, norms of the latents

@@ -3,8 +3,6 @@ objects."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -132,7 +130,7 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
     return config
 
 
-def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
+def _recomputation(megatron: MegatronConfig) -> dict[str, object]:
     """Return the settings for activation recomputation in the backward pass."""
     if not megatron["activation_checkpointing"]:
         return {}
@@ -145,7 +143,7 @@ def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[str, Any]:
+def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[str, object]:
     """Return the settings for mixture-of-experts layers. Megatron's balancing losses are off, because megarl
     computes them itself (``balance_settings``)."""
     return {

@@ -22,7 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -47,7 +47,7 @@ _PIECES = "pieces of optimizer state"
 
 
 def save_sharded(
-    state: dict[str, Any], directory: Path, stream: StateStream, buffer: StagingBuffer | None = None
+    state: ShardedStateDict, directory: Path, stream: StateStream, buffer: StagingBuffer | None = None
 ) -> None:
     """Write a sharded state dict of Megatron-Core to an empty directory. Collective over all ranks.
 
@@ -81,7 +81,7 @@ def save_sharded(
         first.require_written()
 
 
-def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
+def shared_out(state: ShardedStateDict, stream: StateStream) -> ShardedStateDict:
     """Return a sharded state dict in which exactly one rank writes each tensor. Collective over the ranks
     that hold the same tensors.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -175,15 +176,12 @@ class PortableAttention(MegatronModule):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    ) -> ShardedStateDict:
         """Return the sharded state dict of the sinks; empty without sinks."""
         # By default Megatron-Core would save the sinks as if they were replicated on all tensor-parallel
         # ranks.
         own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, {"softmax_offset": 0}, sharded_offsets
-        )
-        return sharded
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 def portable_core(attention: Any) -> PortableAttention:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -384,16 +384,14 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
         self._held = held
         self.outlines: list[ShardedTensor] = []
 
-    def load(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any
-    ) -> dict[str, Any]:
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *arguments: Any) -> StateDict:
         """Load like Megatron-Core, but return meta tensors for outlines and for tensors that were read into
         ``held`` memory."""
         # Megatron-Core would allocate host memory for an outline and read all of it on every rank.
         outlined, plain = extract_matching_values(
             sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
         )
-        loaded: dict[str, Any] = dict_list_map_inplace(
+        loaded: StateDict = dict_list_map_inplace(
             self._without_memory, super().load(plain, checkpoint_dir, *arguments)
         )
         merge(loaded, dict_list_map_inplace(self._left_as_it_is, outlined))

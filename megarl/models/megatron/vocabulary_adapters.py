@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -88,7 +89,7 @@ class EmbeddingAdapter(nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    ) -> ShardedStateDict:
         """Return the sharded state dict of A and B. The shape of A may differ from the checkpoint's, because
         layouts pad the vocabulary to different sizes."""
         state = make_sharded_tensors_for_checkpoint(
@@ -119,6 +120,6 @@ class AdaptedEmbedding(VocabParallelEmbedding):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    ) -> ShardedStateDict:
         """Return the adapter's sharded state dict; see ``EmbeddingAdapter``."""
         return self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)

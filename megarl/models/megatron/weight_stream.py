@@ -42,7 +42,7 @@ from megarl.models.engine.gather_stream import (
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
-from megarl.weight_sync.plan import Copy
+from megarl.weight_sync.plan import Copy, WeightIterator
 from megarl.weight_sync.slices import Slice, Slices
 
 
@@ -456,7 +456,7 @@ class WeightStream:
         self._units: list[_Unit] = []
         self._all_alone = all(part.alone for part in hf_tensors(architecture))
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> WeightIterator:
         """Yield Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the
         order of the mapping rules.
 
@@ -525,23 +525,21 @@ class WeightStream:
             reach = max(reach, reach_of(entry.rule, entry.owner, layouts, wanted, everybody))
         return reach
 
-    def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def sliced(self) -> WeightIterator:
         """Yield what the engine rank on this device reads: the agreed slices, and the other weights in full,
         in the order of ``__iter__``. Collective."""
         return self._joined(
             GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices
         )
 
-    def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def of_stage(self) -> WeightIterator:
         """Yield the weights of this rank's pipeline stage, in the order of ``__iter__``.
 
         Collective over the ranks of the stage; the first pass over the weights is collective over all ranks.
         """
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
-    def _joined(
-        self, gather_stream: GatherStream, slices: Slices = MappingProxyType({})
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _joined(self, gather_stream: GatherStream, slices: Slices = MappingProxyType({})) -> WeightIterator:
         """Join the weights that the model family stores in one tensor, and cut joined tensors to their
         slices."""
         if self._all_alone:
@@ -571,7 +569,7 @@ class WeightStream:
             names.append(list(dict(join(self._without_memory(stage), self._architecture))))
         return names
 
-    def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _without_memory(self, stage: int) -> WeightIterator:
         """Yield the names that a stage exports, with meta tensors of the right shapes."""
         for bucket in self._buckets or ():
             if bucket.first.stage == stage:
@@ -678,7 +676,7 @@ class WeightStream:
         """Number of experts per rank."""
         return (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size
 
-    def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
+    def _entry(self, rule: Rule, stages: Sequence[Mapping[str, tuple[Sequence[int], torch.dtype]]]) -> _Entry:
         """Return the location of a parameter.
 
         For an expert of another rank, look up this rank's expert at the same local index, which has the same

@@ -18,7 +18,7 @@ import numpy as np
 
 from converters.checkpoint.source import open_source
 from megarl import env
-from megarl.algorithms.interfaces import check_loss
+from megarl.algorithms.interfaces import LossFunction, check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend, scores
 from megarl.config.engines import is_engine
@@ -53,14 +53,16 @@ from megarl.models.policy.interfaces import (
     ValueOutputSpec,
 )
 from megarl.throughput.peaks import known_peak
-from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.manifest import Description, Manifest
 from megarl.weight_sync.slices import WantedSlices, names_digest
 
 if TYPE_CHECKING:
     import ray
     import transformers
 
-    from megarl.algorithms.interfaces import LossFunction
+    from megarl.models.engine.passing import WorkerTrainResult
+    from megarl.models.engine.shared_base import SharedBase
+    from megarl.weight_sync.mailbox import CarriedPayload, MailboxHandle
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +270,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def _token_columns(
-        self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: dict[str, Any]
+        self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: Mapping[str, object]
     ) -> BatchedDataDict[Any]:
         skips = options.get("skip_masked", False)
         self._check(data, required=["token_mask"] if skips else [])
@@ -343,7 +345,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         try:
             future = self._start_sharded("train", sharded.by_stage(self._stages), options)
-            answers = self.worker_group.get_all_worker_results(future.futures)
+            answers: list[WorkerTrainResult] = self.worker_group.get_all_worker_results(future.futures)
         except NonFiniteError as error:
             # Workers number the rows of their replica. Convert to row numbers of the caller's batch.
             error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
@@ -351,7 +353,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if not eval_mode:
             # Store the call count with the figures: they are current until the next call.
             self._memory_after_train = self.worker_group.calls, [answer["gpu_info"] for answer in answers]
-        results = future.selected(answers)
+        results: list[WorkerTrainResult] = future.selected(answers)
         metrics: dict[str, list[float]] = defaultdict(list)
         for result in results:
             for name, values in result["all_mb_metrics"].items():
@@ -543,7 +545,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # class implements both interfaces, so the signatures conflict.
     def prepare_refit_info(  # type: ignore[override]
         self, state_dict_info: Any = None
-    ) -> dict[str, Any] | None:
+    ) -> Description:
         """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in sending order. Pass it to
         the engine's ``prepare_refit_info``."""
         return self._results("prepare_refit_info", first_rank_only=True)[0]
@@ -567,7 +569,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             budget = min(budget, self._bytes_of_group(_refit_buffer_size_gb))
         return [group.names for group in self._manifest.groups(budget)]
 
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, CarriedPayload]:
         """Return the IPC handles of the weights named ``keys``, by device. They become invalid when the
         second group after this one is requested, because the workers alternate between two buffers."""
         # The manifest is cached at the start of the first refit. Test the cache, not the property, which
@@ -606,10 +608,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._sliced_names
 
     @functools.cached_property
-    def mailboxes(self) -> dict[str, Any]:
+    def mailboxes(self) -> dict[str, MailboxHandle]:
         """Mailboxes from which engine ranks read weights, by device, for the engines' ``meet``. Fetched from
         the workers once."""
-        mailboxes: dict[str, Any] = {}
+        mailboxes: dict[str, MailboxHandle] = {}
         for own in self._results("mailbox"):
             mailboxes |= own
         return mailboxes
@@ -649,7 +651,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     @functools.cached_property
     def _manifest(self) -> Manifest:
         """Names, shapes and dtypes of the weights that a refit sends. Fetched from the workers once."""
-        return Manifest.from_description(self.prepare_refit_info() or {})
+        return Manifest.from_description(self.prepare_refit_info())
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
         """Broadcast the current weights over the process group of ``init_collective``. The engines must call
@@ -665,12 +667,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         layout."""
         return self._results("weight_digests", first_rank_only=True)[0]
 
-    def share_base(self) -> list[dict[str, Any]]:
+    def share_base(self) -> list[SharedBase]:
         """Move the weights that adapters do not change into shared memory. Return the argument for
         ``take_base`` of another policy on the same ranks."""
         return self._results("share_base")
 
-    def take_base(self, shared: Sequence[Mapping[str, Any]]) -> int:
+    def take_base(self, shared: Sequence[SharedBase]) -> int:
         """Replace weights by the other policy's copies in shared memory where both are bitwise equal, and
         free this policy's copies.
 
@@ -751,7 +753,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             max_length=self.cfg["max_total_sequence_length"],
         )
 
-    def _call_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> list[Any]:
+    def _call_sharded(self, method: str, shards: list[DealtRows], options: Mapping[str, object]) -> list[Any]:
         """Run a method on all workers and return one result per data-parallel replica, in order."""
         return self.worker_group.get_all_worker_results(
             self._start_sharded(method, [shards] * self._stages, options)
@@ -762,7 +764,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self.sharding_annotations.get_axis_size("pipeline_parallel")
 
     def _start_sharded(
-        self, method: str, by_stage: list[list[DealtRows]], options: dict[str, Any]
+        self, method: str, by_stage: list[list[DealtRows]], options: Mapping[str, object]
     ) -> MultiWorkerFuture:
         """Start a method on all workers. Each gets the rows of its replica with the columns of its pipeline
         stage."""
@@ -819,9 +821,11 @@ def _with_rows_of_batch(
     the whole batch."""
     translated = []
     for batch in skipped:
-        first, seen = batch["global_batch"] * global_batch, []
-        for each in batch["seen"]:
-            seen.append({**each, "rows": sorted(sharded.rows_of(each["data_rank"], *each["rows"]))})
+        first = batch["global_batch"] * global_batch
+        seen = [
+            {**each, "rows": sorted(sharded.rows_of(each["data_rank"], *each["rows"]))}
+            for each in batch["seen"]
+        ]
         translated.append({**batch, "rows": [first, first + global_batch], "seen": seen})
     return translated
 
@@ -836,10 +840,8 @@ def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
         pipeline, context = megatron["pipeline_model_parallel_size"], megatron["context_parallel_size"]
         tensor = megatron["tensor_model_parallel_size"]
     elif backend == "dtensor":
-        context, tensor = (
-            config["dtensor_cfg"]["context_parallel_size"],
-            config["dtensor_cfg"]["tensor_parallel_size"],
-        )
+        dtensor = config["dtensor_cfg"]
+        context, tensor = dtensor["context_parallel_size"], dtensor["tensor_parallel_size"]
     return NamedSharding(np.arange(world_size).reshape(pipeline, -1, context, tensor), AXES)
 
 

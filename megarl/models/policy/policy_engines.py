@@ -25,6 +25,7 @@ from megarl.models.generation.interfaces import (
     GenerationOutputSpec,
     RolloutEngine,
     Sampling,
+    SharesDevices,
 )
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.distributed.virtual_cluster import RayVirtualCluster
-    from megarl.models.generation.interfaces import SharesDevices
     from megarl.models.policy.lm_policy import Policy
+    from megarl.weight_sync.manifest import Description
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class PolicyEngines(RolloutEngine):
 
     def __init__(self, make: Callable[[], Policy]) -> None:
         self._make = make
-        self._weights: dict[str, Any] = {}
+        self._weights: Description = {}
         self._connected = False
         self._version: int | None = None
         self._policy = make()
@@ -100,7 +101,7 @@ class PolicyEngines(RolloutEngine):
         """Wait for the futures of this object's methods, and return their results."""
         return self._policy.worker_group.get_all_worker_results(futures)
 
-    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+    def prepare_refit_info(self, state_dict_info: Description) -> None:
         """Store names, shapes and dtypes of the weights that refits will send."""
         self._weights = state_dict_info
         # The engine may hold other weights than those described, so require a refit before it generates.

@@ -6,9 +6,8 @@ arrive by a refit, and vLLM must use every one of them, with the policy's scale;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -17,23 +16,11 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from megarl.errors import RefitError
 
+if TYPE_CHECKING:
+    from megarl.models.generation.vllm.options import AdapterScale
+
 ADAPTER = 1
 """vLLM's id of the policy's adapter, the only one of an engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterScale:
-    """Rank and scale of an adapter. Its factors do not contain them.
-
-    Attributes:
-        rank: rank of every adapted module.
-        alpha: ``policy.peft.alpha``.
-        rank_stabilized: ``policy.peft.use_rslora``.
-    """
-
-    rank: int
-    alpha: float
-    rank_stabilized: bool
 
 
 class AdapterBinding:
@@ -70,7 +57,10 @@ class AdapterBinding:
         """
         manager, scale = self._manager, self._scale
         peft = PEFTHelper(
-            r=scale.rank, lora_alpha=scale.alpha, use_rslora=scale.rank_stabilized, target_modules=[]
+            r=scale["rank"],
+            lora_alpha=scale["alpha"],
+            use_rslora=scale["rank_stabilized"],
+            target_modules=[],
         )
         dtype, mapper = (
             manager.lora_config.lora_dtype,
@@ -123,8 +113,3 @@ class AdapterBinding:
             ):
                 if down is not None:
                     yield name, down, up
-
-
-def scale_of(plain: Mapping[str, Any] | None) -> AdapterScale | None:
-    """Return the scale of the adapter from its fields; None for an engine that receives merged weights."""
-    return None if plain is None else AdapterScale(**plain)

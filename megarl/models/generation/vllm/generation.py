@@ -16,7 +16,7 @@ from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.models.generation.engine_group import NODE, EngineGroup, EngineWorkers, engine_places
-from megarl.models.generation.vllm.options import completed, ranks_of
+from megarl.models.generation.vllm.options import AdapterScale, completed, ranks_of
 
 WORKER = "megarl.models.generation.vllm.worker.VllmGenerationWorker"
 _SETTINGS = "policy.generation.vllm_cfg"
@@ -71,7 +71,7 @@ class VllmGeneration(EngineGroup):
         settings = config["vllm_cfg"]
         ranks = ranks_of(settings)
         on_cpu = not cluster.use_gpus
-        scale = None
+        scale: AdapterScale | None = None
         if adapter is not None:
             scale = {
                 "rank": adapter["dim"],

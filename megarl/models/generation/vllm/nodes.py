@@ -8,7 +8,10 @@ node's calls. It is the same as vLLM's own multi-node start with its multiproces
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+LlmArguments: TypeAlias = dict[str, Any]
+"""Arguments of vLLM's ``LLM``, the user's included. vLLM checks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Part:
     address: str
     port: int
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> LlmArguments:
         """Return arguments of ``LLM`` in addition to those of every engine. For several nodes, vLLM accepts
         its executor only by name."""
         return {
@@ -45,7 +48,7 @@ class Follower:
         options: arguments of ``LLM``, including those of the node's ``Part``.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: LlmArguments) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

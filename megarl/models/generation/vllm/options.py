@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from megarl.config.generation import GenerationConfig, VllmConfig
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import LORA_RANKS, complete_vllm
-from megarl.models.generation.vllm.nodes import Part
+from megarl.models.generation.vllm.nodes import LlmArguments, Part
 
 # Without these keys a response would not end at the model's stop tokens.
 OF_THE_TOKENIZER = ("pad_token_id", "stop_token_ids")
@@ -18,6 +18,20 @@ CACHE_ON_A_CPU = GIB
 # vLLM's own limit on GPUs before Blackwell: in larger batches, kernels take longer than their launches, so a
 # graph would not help.
 LARGEST_GRAPH = 512
+
+
+class AdapterScale(TypedDict):
+    """Rank and scale of an adapter. Its factors do not contain them.
+
+    Keys:
+        rank: rank of every adapted module.
+        alpha: ``policy.peft.alpha``.
+        rank_stabilized: ``policy.peft.use_rslora``.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
 
 
 def completed(
@@ -62,8 +76,8 @@ def engine_options(
     *,
     on_cpu: bool,
     part: Part | None = None,
-    adapter: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    adapter: AdapterScale | None = None,
+) -> LlmArguments:
     """Return the arguments of ``LLM`` for one engine.
 
     Args:
@@ -73,11 +87,11 @@ def engine_options(
             the model's.
         on_cpu: the engine runs without a GPU.
         part: this node's part of an engine that spans several nodes.
-        adapter: fields of an ``AdapterScale``, if refits send only the policy's adapter.
+        adapter: rank and scale of the policy's adapter, if refits send only its factors.
     """
     settings = config["vllm_cfg"]
     shared = bool(config["colocated"]["enabled"])
-    options: dict[str, Any] = {
+    options: LlmArguments = {
         "model": config["model_name"],
         "tokenizer": tokenizer or config["model_name"],
         # By default, vLLM would use Mistral's own tokenizer for a directory with tekken.json. The policy uses
@@ -156,7 +170,7 @@ def capture_sizes(rows: int) -> list[int]:
     return sorted({size for size in steps if size < largest} | {largest})
 
 
-def _chooses_graphs(further: Mapping[str, Any]) -> bool:
+def _chooses_graphs(further: LlmArguments) -> bool:
     """Return whether the user's arguments set the captured sizes. vLLM does not accept this setting twice."""
     own = further.get("compilation_config")
     keys = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}

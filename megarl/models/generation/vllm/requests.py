@@ -12,6 +12,7 @@ import torch
 
 from megarl.config.generation import GenerationConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.parcels import Columns
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.models.generation.stopping import stop_strings_of_rows
 
@@ -28,7 +29,7 @@ class Request:
 
     row: int
     prompt: list[int]
-    options: dict[str, Any]
+    options: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,7 @@ class Answer:
 NO_ROOM = Answer((), (), truncated=True)
 
 
-def requests_of(
-    data: Mapping[str, Any], config: GenerationConfig, longest: int, *, greedy: bool
-) -> list[Request]:
+def requests_of(data: Columns, config: GenerationConfig, longest: int, *, greedy: bool) -> list[Request]:
     """Return a request for each prompt that leaves room for at least one token.
 
     Without ``sampling_seeds``, or with ``vllm_cfg.fast_sampling``, requests have no seed; see
@@ -102,7 +101,7 @@ def requests_of(
     return found
 
 
-def seed_of_call(data: Mapping[str, Any], config: GenerationConfig) -> int | None:
+def seed_of_call(data: Columns, config: GenerationConfig) -> int | None:
     """Return the seed for one engine's call with ``vllm_cfg.fast_sampling``: the seed of its first row. None
     if each row has its own seed, or if there are no rows.
 
@@ -118,7 +117,7 @@ def _is_fast(config: GenerationConfig) -> bool:
     return settings is not None and settings["fast_sampling"]
 
 
-def _drawing(settings: SamplingSettings) -> dict[str, Any]:
+def _drawing(settings: SamplingSettings) -> dict[str, float]:
     """Return the sampling settings as arguments of ``SamplingParams``. For vLLM, temperature 0 means
     greedy."""
     if settings.greedy:
@@ -136,9 +135,7 @@ def answer_of(completion: Any) -> Answer:
     return Answer(tokens, logprobs, completion.finish_reason == "length")
 
 
-def assembled(
-    data: Mapping[str, Any], answers: Mapping[int, Answer], pad_token_id: int
-) -> BatchedDataDict[Any]:
+def assembled(data: Columns, answers: Mapping[int, Answer], pad_token_id: int) -> BatchedDataDict[Any]:
     """Assemble responses to the output columns of ``generate``. A row without an entry in ``answers`` had no
     room for a response, and gets an empty one."""
     lengths = data["input_lengths"].tolist()

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -25,15 +25,18 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megarl.distributed.device import is_out_of_memory, runtime_on
 from megarl.errors import RefitError
-from megarl.models.generation.vllm.adapter_binding import AdapterBinding, scale_of
+from megarl.models.generation.vllm.adapter_binding import AdapterBinding
 from megarl.models.generation.vllm.expert_stacks import ExpertStacks
 from megarl.weight_sync.broadcast import WeightListener
-from megarl.weight_sync.mailbox import MailboxReader, mailbox_for
+from megarl.weight_sync.mailbox import CarriedPayload, MailboxHandle, MailboxReader, mailbox_for
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.plan import TensorInfo
 from megarl.weight_sync.session import WeightReceiver, payload_for
 from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
+
+if TYPE_CHECKING:
+    from megarl.models.generation.vllm.options import AdapterScale
 
 logger = logging.getLogger(__name__)
 _ENDED_EARLY = "the refit ended before all weights had arrived: refit again"
@@ -47,13 +50,12 @@ class Connection(WeightTransferInitInfo):
         weights: ``[name, shape, dtype]`` of every weight, in sending order.
         address: ``[ip, port, world_size, first rank of this engine]`` of a transfer group; None for shared
             memory.
-        adapter: fields of an ``AdapterScale`` if the weights are factors of an adapter; None if they are the
-            model's weights.
+        adapter: scale of the adapter whose factors are the weights; None if they are the model's weights.
     """
 
     weights: list[list[Any]]
     address: list[Any] | None = None
-    adapter: dict[str, Any] | None = None
+    adapter: AdapterScale | None = None
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Transfer(WeightTransferUpdateInfo):
         given_up: the refit was aborted, and no more weights will arrive.
     """
 
-    handles: dict[str, Any] | None = None
+    handles: dict[str, CarriedPayload] | None = None
     ticket: int | None = None
     given_up: bool = False
 
@@ -89,7 +91,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         """Store the description of the weights that the policy sends. The slices that this rank reads are
         determined later, before the first reload."""
         self._tensors, self._reads, self._stacks = manifest.tensors, None, None
-        scale = scale_of(connection.adapter)
+        scale = connection.adapter
         self._adapter = None if scale is None else AdapterBinding(self.model, scale)
 
     def start_weight_update(self) -> None:
@@ -415,7 +417,7 @@ class SharedMemoryEngine(_Reloading):
         came = self._receiver.manifest.slices.get(name) if self._receiver is not None else None
         return super()._part_of(name, tensor) if came is None else (tensor, *came)
 
-    def meet(self, mailboxes: dict[str, Any], session: int) -> None:
+    def meet(self, mailboxes: Mapping[str, MailboxHandle], session: int) -> None:
         """Open the mailbox of the policy rank on this device; see ``RolloutEngine.meet``."""
         self._leave()
         mailbox = mailbox_for(mailboxes, runtime_on(self.device).identity(), self.parallel_config.rank)

@@ -37,8 +37,8 @@ from megarl.errors import ClusterError, ConfigError, RefitError
 from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import ONLY_ON_GPUS
-from megarl.models.generation.vllm.nodes import Follower, Part
-from megarl.models.generation.vllm.options import engine_options, ranks_of
+from megarl.models.generation.vllm.nodes import Follower, LlmArguments, Part
+from megarl.models.generation.vllm.options import AdapterScale, engine_options, ranks_of
 from megarl.models.generation.vllm.requests import (
     NO_ROOM,
     Answer,
@@ -48,6 +48,7 @@ from megarl.models.generation.vllm.requests import (
     seed_of_call,
 )
 from megarl.models.generation.vllm.worker_extension import Failure
+from megarl.weight_sync.mailbox import CarriedPayload, MailboxHandle
 from megarl.weight_sync.slices import Slice, Slices, slices_digest
 
 
@@ -105,7 +106,7 @@ class Engine:
         options: arguments of ``LLM``.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: LlmArguments) -> None:
         from vllm import LLM
 
         # Directory for the sockets of vLLM's processes. vLLM does not remove them.
@@ -149,7 +150,7 @@ class Engine:
         return answer.result()
 
     def _answer(
-        self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, answer: Future[Any], method: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
         try:
             answer.set_result(attrgetter(method)(self._llm)(*args, **kwargs))
@@ -193,7 +194,7 @@ class VllmGenerationWorker:
         seed: seed of vLLM itself. Responses depend on the rows' own seeds.
         tokenizer: directory or hub id; defaults to the model's.
         nodes: number of nodes of the engine; all have the same number of ranks.
-        adapter: fields of an ``AdapterScale``, if refits send only the policy's adapter.
+        adapter: rank and scale of the policy's adapter, if refits send only its factors.
         place: index of the engine's first bundle, and the fraction of its GPU that the engine has (0 without
             GPUs).
     """
@@ -204,7 +205,7 @@ class VllmGenerationWorker:
         seed: int = 0,
         tokenizer: str | None = None,
         nodes: int = 1,
-        adapter: dict[str, Any] | None = None,
+        adapter: AdapterScale | None = None,
         place: tuple[int, float] | None = None,
     ) -> None:
         self._adapter = adapter
@@ -295,7 +296,7 @@ class VllmGenerationWorker:
             init_info={"weights": weights, "address": address, "adapter": self._adapter},
         )
 
-    def meet(self, mailboxes: dict[str, Any], session: int) -> None:
+    def meet(self, mailboxes: Mapping[str, MailboxHandle], session: int) -> None:
         """Let each of vLLM's ranks open the mailbox of the policy rank on its device."""
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
@@ -325,7 +326,7 @@ class VllmGenerationWorker:
         self._finish()
         return self._version
 
-    def update_from_handles(self, handles: dict[str, Any]) -> int | None:
+    def update_from_handles(self, handles: dict[str, CarriedPayload]) -> int | None:
         """Load one group of weights. Return their version after the last group, otherwise None."""
         payload = next(iter(handles.values()))
         # The first group begins a reload, and aborts one that was interrupted.
@@ -361,7 +362,7 @@ class VllmGenerationWorker:
         self._updating, self._ticket = True, ticket
         self._call("start_weight_update")
 
-    def _update(self, update: dict[str, Any]) -> None:
+    def _update(self, update: Mapping[str, object]) -> None:
         self._call("update_weights", update_info=update)
 
     def _finish(self) -> None:
@@ -476,7 +477,7 @@ class VllmGenerationWorker:
                 logprobs[row, place] = 0.0 if found is None else found[token].logprob
         return BatchedDataDict({"logprobs": logprobs})
 
-    def _beside(self) -> dict[str, Any]:
+    def _beside(self) -> dict[str, object]:
         """Return the argument of vLLM's requests that selects the policy's adapter; empty without an
         adapter."""
         if self._adapter is None:

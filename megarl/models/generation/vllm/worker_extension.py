@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import traceback
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.distributed.device import seed_everything
 from megarl.errors import MegarlError
 from megarl.models.generation.vllm.shared_memory_names import remove_names
+
+if TYPE_CHECKING:
+    from megarl.weight_sync.mailbox import MailboxHandle
 
 
 class Failure(NamedTuple):
@@ -30,7 +34,7 @@ class WorkerCalls:
 
     weight_transfer_engine: Any
 
-    def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool, str] | None:
+    def megarl_call(self, method: str, arguments: Mapping[str, object]) -> tuple[str, bool, str] | None:
         """Call a weight-transfer method of vLLM. Return None, or the fields of a ``Failure`` if it raises.
 
         If several ranks raised, vLLM would read only the first failed rank's response. The other responses
@@ -52,7 +56,7 @@ class WorkerCalls:
         gc.collect()
         return failure
 
-    def megarl_meet(self, mailboxes: dict[str, Any], session: int) -> None:
+    def megarl_meet(self, mailboxes: Mapping[str, MailboxHandle], session: int) -> None:
         """Open the mailbox of the policy rank on this rank's device; see ``RolloutEngine.meet``."""
         self.weight_transfer_engine.meet(mailboxes, session)
 
