@@ -133,8 +133,8 @@ def is_known_to_transformers(family: Family) -> bool:
 def save_random(
     directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture
 ) -> None:
-    """Save a model with random weights, built by transformers if it knows the family, else from the rules'
-    tensors."""
+    """Save a model with random weights, built by transformers if it knows the family, else with the
+    tensors that the family's mapping rules name."""
     torch.manual_seed(0)
     directory.mkdir()
     if is_known_to_transformers(family):

@@ -67,8 +67,8 @@ class RewardOptions(TypedDict):
         Annotated[
             int,
             Key(
-                "`http`: maximum number of requests to score one response, all within ``timeout_s`` "
-                "(default 3).",
+                "`http`: maximum number of requests to score one response (default 3), all within "
+                "``timeout_s``.",
                 Range(low=1, high=20),
             ),
         ]

@@ -83,10 +83,10 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             Literal["tis", "icepop", "seq-mask-tis"] | None,
             Key(
-                "what happens to importance weights outside their bounds: ``tis`` replaces them by the "
-                "upper bound, ``icepop`` by 0; ``seq-mask-tis`` sets all weights of a sequence to 0 if "
-                "their geometric mean is outside the bounds, and changes no other weight; null leaves them "
-                "unbounded.",
+                "what happens to importance weights outside their bounds: ``tis`` replaces those above the "
+                "upper bound by it, ``icepop`` replaces those outside both bounds by 0; ``seq-mask-tis`` "
+                "sets all weights of a sequence to 0 if their geometric mean is outside the bounds, and "
+                "changes no other weight; null leaves them unbounded.",
                 default=None,
             ),
         ]

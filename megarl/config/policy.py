@@ -42,7 +42,7 @@ _Master: TypeAlias = Annotated[
     Key(
         "dtype of the weights that the optimizer updates: ``float32`` keeps float32 copies of "
         "16-bit weights; ``bfloat16`` updates the bfloat16 weights in place with stochastic "
-        "rounding, so updates smaller than a rounding step count on average.",
+        "rounding, so that even updates smaller than a rounding step take effect on average.",
         default="float32",
     ),
 ]

@@ -583,7 +583,7 @@ class ProfilerConfig(TypedDict):
         Annotated[
             list[int],
             Key(
-                "ranks of the policy that torch's profiler records in those steps; its files are in "
+                "ranks of the policy that torch's profiler records in ``steps``; its files are in "
                 "``profiles`` in the run directory.",
                 default=[],
             ),

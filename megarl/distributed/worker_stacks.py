@@ -229,7 +229,7 @@ def _bytes(process_id: int) -> int:
 
 def read_stack(process_id: int) -> str:
     """Signal a process on this host, and return the stacks that it writes, at most 6000 characters; ``""`` if
-    it is gone or has not registered."""
+    it is gone or has no handler of that signal yet."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         # Without this file, the process has no handler, and the signal would end it.

@@ -32,8 +32,8 @@ def logprobs_by(
     in column 0.
 
     Args:
-        pool: runs the worker.
-        family_files: family files; the last one defines the family (``converters.family_file``).
+        pool: starts the worker that computes the log-probabilities.
+        family_files: files that define families (``converters.family_file``); that of the model is the last.
         **megatron: further keys of ``megatron_cfg``.
     """
 

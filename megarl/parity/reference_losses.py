@@ -487,8 +487,8 @@ def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
 
 
 def _of_level(logarithms: Tensor, options: Any) -> Tensor:
-    """Return the log-ratios of a sequence's tokens; for sequence-level losses, their mean for each token (log
-    of the geometric mean)."""
+    """Return the log-ratios of a sequence's tokens. For sequence-level losses every token gets their mean
+    over the sequence, which is the logarithm of the geometric mean of the ratios."""
     if not {"gspo", "gspo-token"} & options:
         return logarithms
     return (logarithms.sum() / len(logarithms)).repeat(len(logarithms))

@@ -166,8 +166,8 @@ def _as_text(expression: str) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``JudgementTimeoutError`` if the context takes longer than ``seconds``. A ``time_limit`` of the
-    caller takes precedence. Works in the main thread only."""
+    """Raise ``JudgementTimeoutError`` if the context takes longer than ``seconds``. Inside another
+    ``time_limit`` it has no limit of its own. Works in the main thread only."""
     from math_verify.errors import TimeoutException  # does not derive from Exception
 
     try:

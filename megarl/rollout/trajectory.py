@@ -69,7 +69,7 @@ class Segment:
 
     @property
     def last_token(self) -> int | None:
-        """The last token, or None if the last appended run is empty."""
+        """The last token, or None if the last appended run of tokens is empty."""
         tokens = self.pieces[-1][0] if self.pieces else self.prompt
         return int(tokens[-1]) if len(tokens) else None
 

@@ -66,7 +66,8 @@ class MailboxHandle(TypedDict):
 
 
 class GroupPayload(TypedDict):
-    """A group of a refit: where its weights are, which they are, and their checksum if there is one."""
+    """A group of tensors that a refit sends: where they are in memory, their names and shapes (``manifest``),
+    and their checksum, if there is one."""
 
     buffer: BufferHandle
     manifest: str

@@ -62,8 +62,8 @@ def model_view(
     if not section.is_trained:
         # Rules on training read the algorithm, and do not apply without it.
         seen.pop("algorithm", None)
-    # The rules see this section in place of ``policy``: its faulty keys become keys of ``policy``, and those
-    # of the actual policy are left out.
+    # The rules see the section at ``path`` as ``policy``. So its faulty keys are named as keys of ``policy``,
+    # and the faulty keys of the policy itself, which they do not see, are left out.
     own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
     return View(seen, own, facts)
 

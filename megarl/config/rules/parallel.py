@@ -89,8 +89,12 @@ def world_size(view: View) -> int:
 
 
 def layout_of(view: View) -> Layout:
-    """Return the layout of the training ranks. The calling rule does not apply if the ranks do not divide by
-    the parallel sizes."""
+    """Return the layout of the training ranks.
+
+    Raises:
+        NotApplicableError: the number of ranks is not divisible by the product of the parallel sizes; the
+            calling rule is then skipped.
+    """
     pipeline, context, tensor = axis_sizes(view)
     world = world_size(view)
     if world % (pipeline * context * tensor):

@@ -293,7 +293,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     def read_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return one state (``param``, the master weights, or a moment) of this rank's shard as [n] float32.
-        It is not a copy if the state is stored in float32 and in one part."""
+        A state that is stored as a single float32 tensor is returned itself, any other as a copy."""
         found = [self._read(parameter, name, *piece) for piece in self._pieces(parameter)]
         return found[0] if len(found) == 1 else torch.cat([part.cpu() for part in found])
 

@@ -351,7 +351,8 @@ class _Bucket:
             if entry.owner in lengths:
                 lengths[entry.owner] += entry.shape.numel()
         [self.length] = set(lengths.values())
-        # The element at which an owner's next shard begins in the first of the owner's rows.
+        # Owner -> offset in elements, from the start of the buffer, of its next shard in the first of its
+        # rows. It has a row for each shard rank.
         coming = {owner: index * len(shard_ranks) * self.length for index, owner in enumerate(owners)}
         begins: list[dict[int, int]] = []
         for entry in entries:
