@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from megarl.cli import load_and_check, main
+from megarl.config import plugins
 from megarl.config.nested import put
 from megarl.config.recipes import recipes
 from megarl.config.validate import validate_config
@@ -158,8 +159,8 @@ def test_an_engine_that_is_not_installed_has_one_fix(
     """The dry run and the doctor name the same command."""
     if not is_clone:
         monkeypatch.setattr(preflight.env, "__file__", str(tmp_path / "megarl" / "env.py"))
-    monkeypatch.setattr(preflight.env, "installed_version", lambda _: None)
-    monkeypatch.setattr(versions, "installed_version", lambda _: None)
+    for module in (preflight.env, plugins, versions):
+        monkeypatch.setattr(module, "installed_version", lambda _: None)
     lacking = {
         finding.key: finding.fix
         for finding in findings(load_and_check("grpo-qwen2.5-1.5b-1gpu-24gb-megatron", []))
