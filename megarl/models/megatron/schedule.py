@@ -17,7 +17,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -29,6 +28,7 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.output_layer import asked, asking
 from megarl.models.megatron.cuda_redirect import cuda_literals, plain_torch
 from megarl.models.megatron.hf_state import ADAPTER
+from megarl.models.megatron.parallel import summed_gradients
 from megarl.models.megatron.specs import PackedSequences
 
 
@@ -138,7 +138,7 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
         else:
             # Copy in the forward pass and all-reduce in the backward pass, because each rank multiplies by
             # its own vocabulary columns.
-            whole = copy_to_tensor_model_parallel_region(hidden, group)
+            whole = summed_gradients(hidden, group)
         answer = request.output(
             request.rows(whole, sequence_first=True),
             layer.weight if weight is None else weight,
