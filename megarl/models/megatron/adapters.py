@@ -73,10 +73,10 @@ from megarl.models.engine.adapters import (
     refuse_other_base,
     refuse_tied,
 )
-from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.groups import ParallelGroups, summed_gradients
 from megarl.models.engine.stacked_adapters import Stack, StackedFactors, stacks_of
 from megarl.models.megatron.hf_state import ADAPTER, global_names
-from megarl.models.megatron.parallel import ExpertGroups, summed_gradients
+from megarl.models.megatron.parallel import ExpertGroups
 from megarl.models.megatron.vocabulary_adapters import AdaptedEmbedding, EmbeddingAdapter
 
 logger = logging.getLogger(__name__)

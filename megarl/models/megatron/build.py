@@ -30,11 +30,10 @@ from megarl.config.backend import absent_hybrid_model, scores
 from megarl.config.policy import PolicyConfig
 from megarl.env import installed_version
 from megarl.errors import ConfigError, Violation
-from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.groups import ParallelGroups, summed_gradients
 from megarl.models.engine.microbatches import round_up
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
 from megarl.models.megatron.moe_router import routers, teach_routing
-from megarl.models.megatron.parallel import summed_gradients
 from megarl.models.megatron.residual_norm import join_norms, joins_norms
 from megarl.models.megatron.settings import ddp_config, transformer_config
 from megarl.models.megatron.specs import decoder_spec

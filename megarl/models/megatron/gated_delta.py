@@ -39,7 +39,7 @@ from megarl.models.engine.gated_delta import (
     unit_norm,
     wide_dtype,
 )
-from megarl.models.megatron.parallel import summed_gradients
+from megarl.models.engine.groups import summed_gradients
 
 
 @dataclass

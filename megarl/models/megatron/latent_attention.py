@@ -15,8 +15,8 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
+from megarl.models.engine.groups import summed_gradients
 from megarl.models.megatron.cached_attention import CachesRows
-from megarl.models.megatron.parallel import summed_gradients
 
 # Release 0.16 sets this flag to True even if Transformer Engine is missing, and then compares layers with its
 # classes, which are mocks.

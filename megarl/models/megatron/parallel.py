@@ -6,9 +6,7 @@ from __future__ import annotations
 import datetime
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
@@ -144,31 +142,6 @@ def seed_model_parallel(seed: int) -> None:
     """Seed Megatron's random-number tracker: equal streams within a data-parallel group, different ones on
     tensor-parallel ranks."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-class _SummedGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-def summed_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensor; the backward pass sums its gradient over the group.
-
-    Megatron-Core's ``copy_to_tensor_model_parallel_region`` (0.16) skips the sum for gradients that are not
-    contiguous.
-    """
-    if dist.get_world_size(group) == 1:
-        return tensor
-    summed: torch.Tensor = _SummedGradients.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return summed
 
 
 def destroy() -> None:

@@ -23,12 +23,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.models.engine.attention import offsets
+from megarl.models.engine.groups import summed_gradients
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.output_layer import asked, asking
 from megarl.models.megatron.cuda_redirect import cuda_literals, plain_torch
 from megarl.models.megatron.hf_state import ADAPTER
-from megarl.models.megatron.parallel import summed_gradients
 from megarl.models.megatron.specs import PackedSequences
 
 
