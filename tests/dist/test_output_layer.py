@@ -120,3 +120,21 @@ def test_a_chunk_of_logits_is_there_at_a_time(
                 chunked[f"{name} positions"] == (whole[f"{name} positions"][0], 3)
                 and whole[f"{name} positions"][1] > 3
             )
+
+
+@sampled(1)
+@pytest.mark.parametrize("sp", [False, True])
+def test_chunks_of_all_positions_train_as_whole_logits_do(
+    pool: WorkerPool, tiny_models: dict[str, Path], sp: bool
+) -> None:
+    # With several rows in a micro-batch the gradient of the hidden states, which are sequence first, is not
+    # contiguous.
+    found = []
+    for size in (None, 5):
+        config = CONFIG["megatron"](tiny_models["qwen3"], tp=2, sp=sp, mbs=2, gbs=8, multiple=2)
+        config["logprob_chunk_size"] = size
+        found.append(pool.run(2, jobs.train, config, [make_batch(8, 12, seed=3)], ReadsAll()))
+    for whole, chunked in zip(*found, strict=True):
+        assert chunked["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+        for name, weight in whole["weights"].items():
+            torch.testing.assert_close(chunked["weights"][name], weight, atol=2e-6, rtol=1e-5)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Placement, Shard
 
+from megarl.models.engine.groups import summed_gradients
+
 _Change = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
 
 
@@ -29,7 +31,7 @@ def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGr
     """
     if isinstance(layout, Shard):
         return _applied(_AlongDimension, activation, _gather, _scatter_sum, layout.dim, group)
-    return _applied(_CopyForParts, activation, group)
+    return summed_gradients(activation, group)
 
 
 def sum_of_parts(parts: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
@@ -55,18 +57,6 @@ def from_runs(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> to
 def _applied(border: Any, *arguments: Any) -> torch.Tensor:
     result: torch.Tensor = border.apply(*arguments)
     return result
-
-
-class _CopyForParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, activation: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return activation.view_as(activation)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Clone the gradient, because autograd may pass the same memory to other functions.
-        return _add_up(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

@@ -120,6 +120,32 @@ class ParallelGroups:
         return box[0]
 
 
+class _SummedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Clone the gradient, because autograd may pass the same memory to other functions.
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def summed_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensor. The backward pass sums its gradient over the group.
+
+    Megatron-Core's ``copy_to_tensor_model_parallel_region`` (0.16) skips the sum for gradients that are not
+    contiguous.
+    """
+    if dist.get_world_size(group) == 1:
+        return tensor
+    summed: torch.Tensor = _SummedGradients.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return summed
+
+
 def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
     """Set the random-generator states of all ranks of a group to those of its first rank. Collective over the
     group.

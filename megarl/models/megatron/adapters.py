@@ -41,7 +41,6 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -74,7 +73,7 @@ from megarl.models.engine.adapters import (
     refuse_other_base,
     refuse_tied,
 )
-from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.groups import ParallelGroups, summed_gradients
 from megarl.models.engine.stacked_adapters import Stack, StackedFactors, stacks_of
 from megarl.models.megatron.hf_state import ADAPTER, global_names
 from megarl.models.megatron.parallel import ExpertGroups
@@ -254,7 +253,7 @@ class Adapter(nn.Module):
             return reduce_from_tensor_model_parallel_region(hidden, group=group)
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-        return copy_to_tensor_model_parallel_region(hidden, group=group)
+        return summed_gradients(hidden, group)
 
     def _down_of(self, adapters: Sequence[Adapter]) -> torch.Tensor:
         """Return the matrices A of each adapter, [adapters, R, in]."""
@@ -350,11 +349,7 @@ def _stacked(adapters: Sequence[Adapter], name: str, summed_over: Any) -> torch.
         if len(adapters) > 1
         else adapters[0].get_parameter(name)[None]
     )
-    return (
-        parameters
-        if summed_over is None
-        else copy_to_tensor_model_parallel_region(parameters, group=summed_over)
-    )
+    return parameters if summed_over is None else summed_gradients(parameters, summed_over)
 
 
 def _order_of(layout: ShardLayout, starts: Mapping[int, int], rows: Mapping[int, int]) -> torch.Tensor:

@@ -18,10 +18,7 @@ from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -33,7 +30,7 @@ from megarl.config.backend import absent_hybrid_model, scores
 from megarl.config.policy import PolicyConfig
 from megarl.env import installed_version
 from megarl.errors import ConfigError, Violation
-from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.groups import ParallelGroups, summed_gradients
 from megarl.models.engine.microbatches import round_up
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
 from megarl.models.megatron.moe_router import routers, teach_routing
@@ -264,7 +261,7 @@ def _float32_linear(
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
-        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        input = summed_gradients(input, tp_group)
     output: torch.Tensor = Float32Product.apply(input, weight)  # type: ignore[no-untyped-call]
     return output if bias is None else output + bias
 

@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,6 +39,7 @@ from megarl.models.engine.gated_delta import (
     unit_norm,
     wide_dtype,
 )
+from megarl.models.engine.groups import summed_gradients
 
 
 @dataclass
@@ -65,7 +65,7 @@ class GatedNorm(torch.nn.Module):
         """Return the gated norm [..., V] of heads [..., V] and gates [..., V]."""
         # Each tensor-parallel rank has different heads, so the weight's gradients must be summed over the
         # ranks.
-        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
+        weight = summed_gradients(self.weight, self.group)
         wide = wide_dtype(heads)
         # Round to the model's dtype before multiplying by the weight, as transformers does; the gate is
         # applied in float32.

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -16,6 +15,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
+from megarl.models.engine.groups import summed_gradients
 from megarl.models.megatron.cached_attention import CachesRows
 
 # Release 0.16 sets this flag to True even if Transformer Engine is missing, and then compares layers with its
@@ -109,10 +109,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
             # sums its gradients.
             return (scatter_to_sequence_parallel_region(combined) if cut else combined), bias
         latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        shared: torch.Tensor = _SummedGradients.apply(  # type: ignore[no-untyped-call]
-            rotated, self.pg_collection.tp
-        )
-        return torch.cat([latent, shared], dim=-1), bias
+        return torch.cat([latent, summed_gradients(rotated, self.pg_collection.tp)], dim=-1), bias
 
 
 def _of_positions(module: Any, inputs: Any, output: Any) -> Any:
@@ -138,22 +135,6 @@ def share_rotary_tables(model: torch.nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, LatentSelfAttention)]
     for layer in layers[1:]:
         layer.rotary_pos_emb = layers[0].rotary_pos_emb
-
-
-class _SummedGradients(torch.autograd.Function):
-    """An identity whose backward pass sums gradients over the ranks. Megatron-Core's own function (0.16)
-    skips the sum for gradients that are not contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
 
 
 def set_latent_norm_epsilon(model: torch.nn.Module, epsilon: float | None) -> None:

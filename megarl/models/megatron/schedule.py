@@ -17,13 +17,13 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.models.engine.attention import offsets
+from megarl.models.engine.groups import summed_gradients
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.output_layer import asked, asking
@@ -138,7 +138,7 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
         else:
             # Copy in the forward pass and all-reduce in the backward pass, because each rank multiplies by
             # its own vocabulary columns.
-            whole = copy_to_tensor_model_parallel_region(hidden, group)
+            whole = summed_gradients(hidden, group)
         answer = request.output(
             request.rows(whole, sequence_first=True),
             layer.weight if weight is None else weight,
