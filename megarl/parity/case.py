@@ -414,7 +414,6 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "dynamic": ("packer",),
     "packed": ("round",),
     "sgd": ("eps",),
-    "plain": ("chunk",),
     "nll": ("advantages", "segments"),
     "dpo": ("advantages", "segments"),
     "distill": ("advantages", "segments", "keep", "nucleus"),

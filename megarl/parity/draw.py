@@ -391,5 +391,5 @@ def _paths(generator: random.Random, fields: Fields) -> Fields:
     """Sample the kind of paths, after all other fields, so that a seed keeps the fields that it had before
     this choice existed."""
     paths = fields.get("paths") or generator.choice(("fast", "fast", *PATHS))
-    chunked = paths == "fast" and generator.random() < 0.4
+    chunked = generator.random() < 0.4
     return {"paths": paths, "chunk": generator.randint(1, 2 * fields["length"]) if chunked else 0}

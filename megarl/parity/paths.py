@@ -4,9 +4,8 @@ or the plain code that they replace.
 Both must reproduce the numbers of the reference. Code that runs only on GPUs is emulated: the variable-length
 attention kernel by torch's own attention, sequence by sequence; functions for torch.compile run uncompiled;
 Triton kernels run in Triton's interpreter, if Triton is installed. The fast paths further skip masked
-positions, compute the output layer in chunks if the case has a chunk size, use the custom backward pass of
-rotary embeddings and the fused Adam update. On DTensor, a single rank computes on full parameters and reduces
-gradients once.
+positions, use the custom backward pass of rotary embeddings and the fused Adam update. On DTensor, a single
+rank computes on full parameters and reduces gradients once.
 """
 
 from __future__ import annotations
