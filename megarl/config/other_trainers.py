@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -223,8 +224,9 @@ def option_faults(
         )
         fault = None if path in known else foreign_fault(path, value, config)
         # A single letter says too little.
-        is_letter = option.startswith("-") and len(option) < len("--n")
-        near = path if path in known else None if is_letter else nearest(path, (*known, *_ENTRIES), section)
+        is_letter = len(path) == 1
+        theirs = (key for key in _ENTRIES if key.rpartition(".")[2][:1] == path[:1])
+        near = path if path in known else None if is_letter else nearest(path, (*known, *theirs), section)
         if fault is not None:
             bound = fault.bound.replace("this key", "this option") if option.startswith("-") else fault.bound
             yield Violation(option, value, bound, fault.fix)
@@ -244,5 +246,7 @@ def option_faults(
             )
         else:
             word = path.rpartition(".")[2].rpartition("_")[2]
+            close = difflib.get_close_matches(f"--{path}", own, n=1)
             fix = f"megarl keys {'WORD' if is_letter else word} looks for a key, which is set by key=value"
+            fix = f"did you mean {close[0]}?" if close else fix
             yield Violation(option, value, "there is no such option", fix)
