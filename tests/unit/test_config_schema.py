@@ -433,6 +433,22 @@ def test_defaults_are_not_shared_between_configurations() -> None:
     assert second == complete_run(raw_grpo())
 
 
+def test_a_learning_rate_that_nothing_reads_is_answered_by_the_optimizer_s() -> None:
+    with pytest.raises(ConfigError, match=rf"Fix: write {MEGATRON}\.optimizer\.lr=2e-06$"):
+        validate_config(changed(raw_grpo(), {"policy.learning_rate": 2e-6}))
+
+
+def test_memory_in_mib_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device_memory_gib = 24576: .*at most 1,024"):
+        validate_config(changed(raw_grpo(), {"cluster.device_memory_gib": 24576}))
+
+
+def test_a_section_that_nobody_reads_is_shown_by_its_beginning() -> None:
+    with pytest.raises(ConfigError, match=r"grpo = \{.{10,100}\.\.\.\}: algorithm 'sft'") as caught:
+        validate_config({**raw_grpo(), "algorithm": "sft"})
+    assert "begin with a recipe of this algorithm" in str(caught.value)
+
+
 def test_nearest_prefers_the_same_section() -> None:
     known = ["a.size", "b.sizes", "b.x"]
     assert nearest("b.size", known) == "b.sizes"
