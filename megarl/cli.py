@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import difflib
 import errno
 import io
 import json
@@ -108,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_watch(commands)
     add_parity(commands)
     add_convert(commands)
-    parser.set_defaults(commands=frozenset(commands.choices))
+    parser.set_defaults(commands=commands.choices)
     return parser
 
 
@@ -361,11 +362,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    if words and words[0] not in parser.get_default("commands") and _is_algorithm(words[0]):
-        parser.error(
-            f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl "
-            "recipes lists its recipes"
-        )
+    if words and not words[0].startswith("-") and words[0] not in parser.get_default("commands"):
+        _refuse_command(parser, words[0])
     # `parse_args` would reject overrides, which may occur anywhere, and unknown options, which get a better
     # message later.
     arguments, rest = parser.parse_known_args(words)
@@ -374,10 +372,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.command == "doctor" and arguments.nodes
     )
     if not takes_configuration and rest:
+        word, action = (unknown or rest)[0], getattr(arguments, "action", None)
+        command = " ".join(filter(None, ("megarl", arguments.command, action)))
+        options = _options(arguments.commands[arguments.command])
+        near = [] if action else difflib.get_close_matches(word, options, n=1)
         # An action of megarl convert has its own usage.
         getattr(arguments, "refuse", parser.error)(
-            f"unrecognized argument: {(unknown or rest)[0]}; megarl {arguments.command} --help lists what "
-            "there is"
+            f"unrecognized argument: {word}; "
+            + (f"did you mean {near[0]}?" if near else f"{command} --help lists what there is")
         )
     arguments.strangers, words = _without_options(words, unknown)
     if unknown:
@@ -395,6 +397,38 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             positional.remove(arguments.config)
     _refuse_combinations(parser, arguments)
     return arguments
+
+
+_GUESSED = {
+    "bench": "python -m benchmarks",
+    "help": "megarl --help",
+    "list": "megarl recipes",
+    "ls": "megarl recipes",
+    "plan": "megarl train CONFIG --dry-run",
+    "quickstart": "bash launch/quickstart.sh",
+    "resume": "megarl train CONFIG: the command of a run resumes it",
+    "run": "megarl train CONFIG",
+    "version": "megarl --version",
+}
+
+
+def _refuse_command(parser: argparse.ArgumentParser, word: str) -> None:
+    """Exit with a usage error for a word that is not a command, if it is clear what is meant."""
+    from megarl.config.recipes import is_recipe
+
+    near = difflib.get_close_matches(word, parser.get_default("commands"), n=1)
+    if _is_algorithm(word):
+        parser.error(
+            f"{word} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl "
+            "recipes lists its recipes"
+        )
+    meant = (
+        f"megarl train {word}"
+        if is_recipe(word)
+        else _GUESSED.get(word) or (f"megarl {near[0]}" if near else "")
+    )
+    if meant:
+        parser.error(f"there is no command {word}. Fix: write {meant}")
 
 
 def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -485,7 +519,7 @@ def load_and_check(
     from megarl.config.load import followers_of, load_config, with_environment
     from megarl.config.other_trainers import option_faults, override_faults, split_overrides
     from megarl.config.places import require_answers
-    from megarl.config.recipes import find, missing_recipe, name_of
+    from megarl.config.recipes import directory, find, missing_recipe, name_of
     from megarl.config.validate import validate_config
 
     own, foreign = split_overrides(overrides)
@@ -499,6 +533,8 @@ def load_and_check(
         else:
             require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
             file = find(path)
+            if file.parent == directory() / "base":
+                raise ConfigError(f"{path} is a part of recipes. Fix: name a recipe, and add --with {path}")
             files = list(map(find, layers))
             config = load_config(file, own, files, allow_env=allow_env)
             # The config.yaml of a run names the recipe from which that run was started; keep that.
@@ -517,6 +553,10 @@ def load_and_check(
     return checked
 
 
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return re.findall(r"--[a-z][\w-]*", parser.format_help())
+
+
 def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a command line. For unknown options, or without CONFIG, print usage and
     errors, and exit.
@@ -528,7 +568,7 @@ def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> R
     Raises:
         ConfigError: the configuration is invalid.
     """
-    options = re.findall(r"--[a-z][\w-]*", arguments.parser.format_help())
+    options = _options(arguments.parser)
     try:
         return load_and_check(
             arguments.config,

@@ -13,6 +13,8 @@ from typing import Any
 
 from megarl.redaction import HIDDEN, is_secret, shown
 
+# Characters of a section in a message.
+_LONGEST = 100
 WORKER_TRACE = "\n--- traceback of the worker ---"
 """Line that separates an error message from the traceback of the worker in which it was raised."""
 
@@ -49,7 +51,11 @@ class Violation:
         if is_secret(self.key):
             # Rules quote values in their texts.
             rest = rest.replace(str(self.value), HIDDEN)
-        return f"{self.key} = {shown(self.key, self.value)}: {rest}"
+        value = shown(self.key, self.value)
+        if isinstance(self.value, Mapping) and len(value) > _LONGEST:
+            # A section with all of its defaults hides what is wrong with it.
+            value = f"{value[:_LONGEST]}...}}"
+        return f"{self.key} = {value}: {rest}"
 
 
 class ConfigError(MegarlError, ValueError):

@@ -18,8 +18,8 @@ from converters.files.reading import DEEPEST, special_kind
 from megarl import env
 from megarl.config.data_sources import PLACE_KEYS, replaced_keys
 from megarl.config.nested import at, merge, put
-from megarl.config.recipes import inherited
-from megarl.config.schema import EXPECTED, IN_PLACE_OF_A_SECTION
+from megarl.config.recipes import inherited, is_recipe
+from megarl.config.schema import EXPECTED, IN_PLACE_OF_A_SECTION, nearest
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted_text, shown
@@ -262,6 +262,8 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
 
 def _defaults_of(config: DictConfig, path: Path) -> list[str]:
     """Remove the ``defaults`` key from a file's configuration, and return the file names in it."""
+    if "default" in config:
+        raise ConfigError(f"{path}: there is no key default. Fix: write defaults: {config['default']}")
     defaults = config.pop("defaults", None)
     if defaults is None:
         return []
@@ -271,6 +273,11 @@ def _defaults_of(config: DictConfig, path: Path) -> list[str]:
             raise ConfigError(
                 f"{path}: defaults holds {name!r}. Fix: write the name of a YAML file, or a list of such "
                 "names"
+            )
+        if name == "_self_":
+            raise ConfigError(
+                f"{path}: defaults holds _self_, but a file always takes precedence over its defaults. "
+                "Fix: remove _self_"
             )
     return names
 
@@ -286,7 +293,12 @@ def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
             if special
             else "does not exist"
         )
-        raise ConfigError(f"configuration file {path} {kind}{origin}. Fix: give the path of a YAML file")
+        fix = "give the path of a YAML file"
+        if (path / "config.yaml").is_file():
+            fix = f"write {path / 'config.yaml'}"
+        elif (path / "config.json").is_file():
+            fix = f"name a recipe, and add policy.model_name={path}"
+        raise ConfigError(f"configuration file {path} {kind}{origin}. Fix: {fix}")
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
@@ -297,8 +309,9 @@ def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
         _refuse_depth(text)
         config = OmegaConf.load(path)
     except yaml.YAMLError as error:
+        fix = "indent by spaces, not by tabs" if re.search(r"^\s*\t", text, re.M) else "correct that line"
         raise ConfigError(
-            f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: correct that line"
+            f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: {fix}"
         ) from error
     except RecursionError as error:
         raise ConfigError(f"configuration file {path}{origin}: {_TOO_DEEP}") from error
@@ -340,7 +353,15 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     # Keep interpolations unresolved, because an override may change what they refer to.
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
     _replace_lists(changed, overrides)
-    for override in overrides:
+    for place, override in enumerate(overrides):
+        before, after = overrides[:place][-1:], overrides[place + 1 :][:1]
+        if "=" not in override and (
+            any(word.startswith("=") for word in after) or any(word.endswith("=") for word in before)
+        ):
+            raise OverridesError(
+                f"override {override!r} has spaces around its '='. Fix: write key.of.section=value "
+                "without spaces"
+            )
         try:
             _apply(changed, override)
         except RecursionError as error:
@@ -414,8 +435,14 @@ def _apply(config: DictConfig, override: str) -> None:
         return
     if not equals:
         fix = f"{override}=<value>, or ~{key} to remove the key"
-        if key.endswith((".yaml", ".yml")) or Path(override).is_file():
+        if Path(override).is_file() and Path(override).suffix in {".jsonl", ".parquet", ".csv"}:
+            fix = f"data.train.path={override}"
+        elif key.endswith((".yaml", ".yml")) or Path(override).is_file():
             fix = f"--with {override}"
+        elif is_recipe(override):
+            fix = f"--with {override} to merge it over CONFIG, or leave it out"
+        elif re.fullmatch(r"[\w.]+:[^:]*", override):
+            fix = override.replace(":", "=")
         raise OverridesError(f"override {override!r} has no '='. Fix: write {fix}")
     # OmegaConf.update would silently replace a value on the path by an empty section.
     _refuse_path_through_value(config, override, key)
@@ -489,9 +516,13 @@ def _refuse_path_through_value(config: DictConfig, override: str, key: str) -> N
 
 
 def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_value: bool) -> None:
-    if not _is_there(config, key):
-        raise OverridesError(f"override {override!r} removes a key that is not there. Fix: leave it out")
     parent, name = _parent_and_name(config, key)
+    if not _is_there(config, key):
+        near = nearest(name, map(str, parent)) if isinstance(parent, DictConfig) else None
+        other = f", or write ~{key.removesuffix(name)}{near}" if near else ""
+        raise OverridesError(
+            f"override {override!r} removes a key that is not there. Fix: leave it out{other}"
+        )
     present = _plain(parent)[name]
     if only_that_value and present != value:
         raise OverridesError(

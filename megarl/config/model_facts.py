@@ -53,12 +53,12 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
                         KEY,
                         model_name,
                         "the directory holds no config.json",
-                        "give a directory of a Hugging Face model",
+                        _another_model(path, model_name),
                     )
                 ]
             )
         return _facts_of_file(file, model_name)
-    if looks_like_path(model_name):
+    if looks_like_path(model_name) or path.is_file():
         kind = "is a file" if path.exists() else "does not exist"
         raise ConfigError(
             [
@@ -66,7 +66,7 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
                     KEY,
                     model_name,
                     f"this directory {kind}",
-                    "give a directory of a Hugging Face model, or its id",
+                    _another_model(path, model_name),
                 )
             ]
         )
@@ -116,6 +116,19 @@ def config_file(model_name: str) -> Path | None:
         return None if looks_like_path(model_name) else _cached_config(model_name)
     path = directory / "config.json"
     return path if path.is_file() else None
+
+
+def _another_model(path: Path, model_name: str) -> str:
+    """Return the fix for a path that is not a model: the model next to it, in it (the newest export of a
+    run), or at an address of the hub."""
+    place = path.parent if path.is_file() else path
+    near = [file.parent for pattern in ("", "*/", "hf/*/") for file in place.glob(f"{pattern}config.json")]
+    address, _, name = model_name.partition("huggingface.co/")
+    if near:
+        return f"write {max(near, key=lambda found: found.stat().st_mtime)}"
+    if name and address in {"https://", "http://", ""}:
+        return f"write {'/'.join(name.split('/')[:2])}"
+    return "give a directory of a Hugging Face model, or its id"
 
 
 def looks_like_path(model_name: str) -> bool:

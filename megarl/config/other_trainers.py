@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, cast
 import yaml
 from omegaconf import OmegaConf
 
-from megarl.config.algorithms import ALGORITHMS, KEY, run_type
+from megarl.config.algorithms import ALGORITHMS, KEY, run_type, sections_of
 from megarl.config.load import parse_hydra_overrides
 from megarl.config.models import as_of_policy, model_sections
 from megarl.config.nested import at
@@ -52,6 +53,8 @@ _ON_TORCH = {
 _ENTRIES = {key: (trainer, text) for trainer, table in FOREIGN_KEYS.items() for key, text in table.items()}
 # Dotted paths of sections that contain keys of other trainers, so their keys are checked one by one.
 _ABOVE = {key[: dot.start()] for key in _ENTRIES for dot in re.finditer(r"\.", key)}
+# Options before words that megarl takes without one.
+_NEEDLESS = re.compile(r"-[cfo]|--(cfg|config|config-(file|name|path)|file|opts?|overrides?|recipe|set)")
 # Matches an entry of ``FOREIGN_KEYS`` that is a key, not a sentence of advice.
 _IS_KEY = re.compile(r"[\w.{}]+")
 
@@ -208,13 +211,22 @@ def option_faults(
         own: options of the command.
     """
     known = known_paths(run_type(config.get(KEY)))
+    section = next(iter(sections_of(config.get(KEY))), "")
     for option, value in options:
+        if _NEEDLESS.fullmatch(option.replace("_", "-")):
+            yield Violation(
+                option, value, "CONFIG and key=value are words without options", f"remove {option}"
+            )
+            continue
         path = option.lstrip("-").replace("-", "_")
         similar = next(
             (each for each in own if each.strip("-").replace("-", "") == path.replace("_", "")), None
         )
         fault = None if path in known else foreign_fault(path, value, config)
-        near = path if path in known else nearest(path, (*known, *_ENTRIES))
+        # A single letter says too little.
+        is_letter = len(path) == 1
+        theirs = (key for key in _ENTRIES if key.rpartition(".")[2][:1] == path[:1])
+        near = path if path in known else None if is_letter else nearest(path, (*known, *theirs), section)
         if fault is not None:
             bound = fault.bound.replace("this key", "this option") if option.startswith("-") else fault.bound
             yield Violation(option, value, bound, fault.fix)
@@ -222,12 +234,11 @@ def option_faults(
             yield Violation(option, value, "there is no such option", f"write {similar}")
         elif near in known:
             bound = "settings of a run are words of the form key=value, without dashes"
-            yield Violation(
-                option,
-                value,
-                bound,
-                f"{'write' if near == path else 'did you mean'} {near}={_as_word(value)}",
-            )
+            # An option without a value may stand for a key whose value is not a flag.
+            not_a_flag = override_faults([f"{near}=true"]) if value is True else []
+            fix = _fix(str(near), "..." if not_a_flag else value, config)
+            fix = fix if near == path else fix.replace("write", "did you mean", 1)
+            yield Violation(option, value, bound, ": ".join([fix, *(fault.fix for fault in not_a_flag)]))
         elif near is not None:
             trainer, text = _ENTRIES[near]
             yield Violation(
@@ -235,9 +246,7 @@ def option_faults(
             )
         else:
             word = path.rpartition(".")[2].rpartition("_")[2]
-            yield Violation(
-                option,
-                value,
-                "there is no such option",
-                f"megarl keys {word} looks for a key, which is set by key=value",
-            )
+            close = difflib.get_close_matches(f"--{path}", own, n=1)
+            fix = f"megarl keys {'WORD' if is_letter else word} looks for a key, which is set by key=value"
+            fix = f"did you mean {close[0]}?" if close else fix
+            yield Violation(option, value, "there is no such option", fix)

@@ -91,17 +91,21 @@ def find(text: str) -> Path:
     shipped = _shipped(text)
     if shipped is not None:
         return shipped
-    if path.exists() or len(path.parts) > 1 or is_yaml:
+    if path.exists() or is_yaml or path.is_absolute():
         # ``load_config`` reports a file that does not exist.
         return path
     names = [recipe.name for part in PARTS for recipe in recipes(part)]
     # A beginning of a name is a better hint than words in it, and these than mere similarity.
-    near = [each for each in names if each.startswith(text)]
+    text_of_name = text.lower().removeprefix("configs/")
+    near = [each for each in names if each.startswith(text_of_name)]
     if not near:
-        words = set(text.split("-"))
-        similar = difflib.get_close_matches(text, names, n=len(names), cutoff=0.3)
+        words = set(text_of_name.split("-"))
+        # Of a path only a very similar name is meant.
+        cutoff = 0.3 if len(path.parts) == 1 else 0.8
+        similar = difflib.get_close_matches(text_of_name, names, n=len(names), cutoff=cutoff)
         near = sorted(similar, key=lambda name: -len(words & set(name.split("-"))))[:3]
-    advice = f"did you mean {' or '.join(near)}? " if near else ""
+    more = f" or one of {len(near) - 5} more" if len(near) > 5 else ""
+    advice = f"did you mean {' or '.join(near[:5])}{more}? " if near else ""
     raise ConfigError(
         f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them"
     )

@@ -50,6 +50,7 @@ EXPECTED = {
 }
 
 
+_SEARCH = "remove it; megarl keys {} looks for one like it"
 IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
 _CLOSE = 0.75
 # Words that users and other trainers write -> words in the names of keys.
@@ -59,14 +60,46 @@ _SYNONYMS = {
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
     "batch": "global_batch",
+    "bf16": "precision",
     "coef": "penalty",
     "dtype": "precision",
+    "engine": "backend",
+    "etp": "expert_tensor_parallel_size",
+    "eval": "val",
+    "fp16": "precision",
     "freq": "period",
     "interval": "period",
     "lora": "peft",
+    "memory": "device_memory",
     "r": "dim",
     "rank": "dim",
+    "sp": "sequence_parallel",
+    "vpp": "virtual_pipeline_model_parallel_size",
 }
+# Whole names -> names, or words in them.
+_NAMES = {
+    "beta": "kl_coef",
+    "kl": "kl_coef",
+    "learning_rate": "lr",
+    "mbs": "train_micro_batch_size",
+    "micro_batch_size": "train_micro_batch_size",
+}
+# The same, of names without a section, as of options. Without these, names that a subsection of an engine or
+# of the profiler happens to have would come first.
+_ALONE = {
+    "epochs": "max_num_epochs",
+    "steps": "max_num_steps",
+    "tp": "tensor_model_parallel_size",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
+_NUMBER = {"num", "n", "number"}
+# In each section these mean something else.
+_COMMON = {"dir", "enabled", "name", "path", "type"}
+# "gpu" is so like "cpu" that it would be proposed.
+_VALUES = {"gpu": "cuda"}
 _SIMILAR = 0.5
 """Minimum similarity at which an allowed value is proposed for a wrong one, low enough for fp16 and
 float16."""
@@ -234,9 +267,16 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
     kind, value = fault["type"], fault["input"]
     if kind == "extra_forbidden":
         near = nearest(path, known_paths(section), own)
+        if near == path:
+            # In a file, a dot is a part of a name.
+            opened, depth = path.replace(".", ": {"), path.count(".")
+            return Violation(key, value, "a name in a file has no dots", f"write {opened}: ...{'}' * depth}")
         full = ".".join(filter(None, (prefix, near)))
         return Violation(
-            key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it"
+            key,
+            value,
+            "there is no such key",
+            f"did you mean {full!r}?" if near else _SEARCH.format(path.split("_")[-1].split(".")[-1]),
         )
     if kind == "missing":
         # pydantic's input of a missing key is the section that lacks it.
@@ -277,10 +317,13 @@ def _repair(fault: Any, value: object) -> str:
         if removed is not None:
             return removed
         choices = [choice.strip("'") for choice in fault["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=_SIMILAR)
+        meant = _VALUES.get(str(value), str(value))
+        close = difflib.get_close_matches(meant, choices, n=1, cutoff=_SIMILAR)
         return f"did you mean {close[0]!r}?" if close else f"write for example {choices[0]}"
     if fault["type"].startswith("int_") and (whole := _whole(value)) is not None:
         return f"write {whole}"
+    if fault["type"] == "bool_type" and value in (0, 1):
+        return f"write {str(value == 1).lower()}"
     if fault["type"] == "list_type" and isinstance(value, str | int | float):
         return f"write it in brackets: [{value}]"
     if fault["type"] == "dict_type" and isinstance(value, str):
@@ -289,7 +332,9 @@ def _repair(fault: Any, value: object) -> str:
         return (
             f"write {value} without quotes"
             if _reads_as_number_or_flag(value)
-            else "write the value itself, not a text"
+            else "write true or false"
+            if fault["type"] == "bool_type"
+            else "write a number alone, without a unit, a comma or quotes"
         )
     if fault["type"] == "string_type":
         return f'put it in quotes: "{value}"' if isinstance(value, (int, float)) else "write a text"
@@ -310,10 +355,9 @@ def _reads_as_number_or_flag(text: str) -> bool:
     if text.lower() in {"true", "false"}:
         return True
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True
 
 
 def _fits(word: str, name: str) -> bool:
@@ -326,11 +370,15 @@ def nearest(path: str, known: Iterable[str], own: str = "") -> str | None:
 
     A key of the same section that contains all words of the unknown one is preferred, such as ``num_nodes``
     for ``nodes``. Otherwise it is one whose last part is close: one of the same section, one with the same
-    last part (first in the section ``own``), or the most similar one.
+    last part (first in the section ``own``), or the most similar one. Without a section, a key with the same
+    last part goes first. Sections of other algorithms than ``own`` are left out.
     """
     parent, _, last = path.rpartition(".")
+    top = path.partition(".")[0]
+    last = _NAMES.get(last) or (last if parent else _ALONE.get(last, last))
     words = "_".join(_SYNONYMS.get(word, word) for word in last.split("_")).split("_")
-    name_of = {other: other.rpartition(".")[2] for other in known}
+    others = {*ALGORITHMS} - {own, top} if own else set[str]()
+    name_of = {other: other.rpartition(".")[2] for other in known if other.partition(".")[0] not in others}
     # An option such as --nodes has no section, so any will do, but not instead of a key of that very name.
     fitting = [
         other
@@ -339,15 +387,45 @@ def nearest(path: str, known: Iterable[str], own: str = "") -> str | None:
         and all(_fits(word, name) for word in words)
     ]
     # num_generations is rather num_generations_per_prompt than val_num_generations_per_prompt.
-    fitting.sort(key=lambda other: (not name_of[other].startswith(words[0]), name_of[other].count("_")))
+    fitting.sort(
+        key=lambda other: (
+            not name_of[other].startswith(words[0]),
+            name_of[other].count("_"),
+            other.count("."),
+        )
+    )
     fitting += [other for other in name_of if other.replace(".", "_") == path.replace(".", "_")]
+    if len(words) > 1 and words[0] in _NUMBER and (parent or last not in name_of.values()):
+        # num_gpus is gpus_per_node.
+        fitting += [
+            other
+            for other, name in name_of.items()
+            if name.split("_")[: len(words) - 1] == words[1:]
+            and other.startswith(f"{parent}." if parent else "")
+        ]
     if fitting:
         return fitting[0]
-    close = difflib.get_close_matches(last, {*name_of.values()}, n=5, cutoff=_CLOSE)
+    # Few mistype the first letter, and eps is not steps.
+    alike = {name for name in name_of.values() if name[:1] == last[:1]}
+    close = difflib.get_close_matches(last, alike, n=5, cutoff=_CLOSE)
+    is_section = any(other.startswith(f"{top}.") for other in name_of)
 
-    def likeness(other: str) -> tuple[bool, bool, bool, float]:
+    def may_be(other: str) -> bool:
+        """Return whether a close name may be meant: in another section only that very name."""
+        own_section = not parent or not is_section or other.partition(".")[0] == top
+        return own_section or (name_of[other] == last and last not in _COMMON)
+
+    def likeness(other: str) -> tuple[bool, bool, bool, bool, float]:
         section, _, name = other.rpartition(".")
         ratio = difflib.SequenceMatcher(None, other, path).ratio()
-        return section == parent, name == last, other.partition(".")[0] == own, ratio
+        of_megatron = not parent and ".megatron_cfg." in other
+        return (
+            bool(parent) and section == parent,
+            name == last,
+            other.partition(".")[0] == own,
+            of_megatron,
+            ratio,
+        )
 
-    return max((other for other, name in name_of.items() if name in close), key=likeness, default=None)
+    near = (other for other, name in name_of.items() if name in close and may_be(other))
+    return max(near, key=likeness, default=None)

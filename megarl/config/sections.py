@@ -358,10 +358,10 @@ class ClusterConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "memory of one GPU in GiB, with which the memory plan is compared before anything starts. "
-                "null skips the comparison; only an engine whose weights exceed its share of 80 GiB is then "
-                "refused.",
-                ABOVE_0,
+                "memory of one GPU in GiB (the MiB of nvidia-smi / 1024), with which the memory plan is "
+                "compared before anything starts. null skips the comparison; only an engine whose weights "
+                "exceed its share of 80 GiB is then refused.",
+                Range(low=0, high=1024, low_open=True),
                 default=None,
             ),
         ]

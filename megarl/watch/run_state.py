@@ -194,9 +194,10 @@ def require_run(run_dir: Path) -> None:
             )
         return
     if not run_dir.is_dir():
+        named = Path("runs") / run_dir
         raise DataError(
-            f"run directory {run_dir} {'is a file' if run_dir.exists() else 'does not exist'}. Fix: give "
-            "the run_dir of a run"
+            f"run directory {run_dir} {'is a file' if run_dir.exists() else 'does not exist'}. Fix: "
+            f"{f'write {named}' if named.is_dir() else 'give the run_dir of a run'}"
         )
     below = set[str]()
     # Search only three levels (``runs/quickstart/seed-1/grpo``), because a full search of a shared disk takes

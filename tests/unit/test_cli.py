@@ -67,6 +67,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["plan", "c.yaml"], "write megarl train CONFIG --dry-run"),
+        (["evaluate", "c.yaml"], "write megarl eval"),
+        (["quickstart/grpo"], "write megarl train quickstart/grpo"),
+        (["samples", "run", "--steps", "2"], "did you mean --step?"),
+        (["convert", "import", "m", "out", "--tp", "2"], "megarl convert import --help lists what there is"),
+    ],
+)
+def test_a_guessed_command_or_option_is_answered(
+    arguments: list[str], fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err.rstrip().endswith(fix)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         [],

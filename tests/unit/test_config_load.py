@@ -171,6 +171,9 @@ def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
         ("a: ${nowhere.b}\n", r"a cannot be interpolated.*nowhere"),
         ("a: ${mul:2}\n", "a cannot be interpolated"),
         ("a: ???\n", "give the key a value"),
+        ("a:\n\tb: 1\n", "line 2.*not valid YAML.*Fix: indent by spaces, not by tabs"),
+        ("default: base\n", "there is no key default. Fix: write defaults: base"),
+        ("defaults: [_self_]\na: 1\n", "Fix: remove _self_"),
         ("defaults: 3\n", "defaults holds"),
         ("defaults: [3]\na: 1\n", "defaults holds 3"),
         ("defaults: missing.yaml\n", r"missing\.yaml does not exist, named in the defaults of .*main\.yaml"),
@@ -187,7 +190,13 @@ def test_broken_files_say_where_and_what(tmp_path: Path, text: str, message: str
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="is a directory"):
+    with pytest.raises(ConfigError, match=r"is a directory\. Fix: give the path"):
+        load_config(tmp_path)
+    write(tmp_path, "config.json", "{}")
+    with pytest.raises(ConfigError, match=f"Fix: name a recipe, and add policy.model_name={tmp_path}$"):
+        load_config(tmp_path)
+    write(tmp_path, "config.yaml", "a: 1")
+    with pytest.raises(ConfigError, match=f"Fix: write {tmp_path}/config.yaml$"):
         load_config(tmp_path)
 
 
@@ -246,6 +255,9 @@ def test_a_text_that_begins_with_a_mark_of_yaml_needs_no_quotes(pattern: str) ->
         ("a.b", "has no '='"),
         ("my-data.yaml", r"has no '='\. Fix: write --with my-data\.yaml$"),
         (__file__, r"Fix: write --with /"),
+        ("base/dtensor", r"Fix: write --with base/dtensor to merge it over CONFIG, or leave it out$"),
+        ("a.b:1e-6", r"Fix: write a\.b=1e-6$"),
+        ("~lists", r"Fix: leave it out, or write ~list$"),
         ("=3", "names no key"),
         ("", "names no key"),
         ("a..b=3", "names no key"),
@@ -264,6 +276,18 @@ def test_bad_overrides_are_named(override: str, message: str) -> None:
         overridden(override)
     assert repr(override) in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("words", [("a.b", "=", "3"), ("a.b=", "3"), ("a.b", "=3")])
+def test_spaces_around_the_equals_sign_are_named(words: tuple[str, ...]) -> None:
+    with pytest.raises(OverridesError, match="has spaces around its '='"):
+        overridden(*words)
+
+
+def test_a_data_file_among_overrides_is_the_training_data(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.jsonl", "{}")
+    with pytest.raises(OverridesError, match=rf"Fix: write data\.train\.path={path}$"):
+        overridden(str(path))
 
 
 KEYS = st.text("abcd_", min_size=1, max_size=3)

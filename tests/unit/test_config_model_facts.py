@@ -23,6 +23,19 @@ def test_paths(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         read_model_facts(name)
 
 
+def test_the_model_in_or_next_to_a_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Path("run/hf/step_2")
+    model.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    for path in ("run", "run/hf", "run/hf/step_2/model.safetensors"):
+        with pytest.raises(ConfigError, match=r"Fix: write run/hf/step_2$"):
+            read_model_facts(path)
+    with pytest.raises(ConfigError, match=r"Fix: write owner/name$"):
+        read_model_facts("https://huggingface.co/owner/name/tree/main")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "owner/name-that-nobody-has"])
 def test_ids_are_not_looked_for_on_the_network(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,8 +42,20 @@ def test_an_unknown_name_lists_its_neighbours() -> None:
     of_24gb = "grpo-qwen2.5-1.5b-1gpu-24gb-megatron"
     with pytest.raises(ConfigError, match=rf"did you mean {re.escape(of_24gb)} or "):
         find("grpo-qwen2.5-1.5b-24gb")
-    with pytest.raises(ConfigError, match=r"nor such a recipe\. Fix: megarl recipes lists them"):
-        find("nothing-like-it")
+    for word in ("nothing-like-it", "Qwen/Qwen2.5-1.5B"):
+        with pytest.raises(ConfigError, match=r"nor such a recipe\. Fix: megarl recipes lists them"):
+            find(word)
+    for word, meant in (("base/dtensors", "base/dtensor"), (f"configs/{NAME}", NAME)):
+        with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
+            find(word)
+    with pytest.raises(ConfigError, match=r"did you mean grpo-.* or one of \d+ more\?") as caught:
+        find("GRPO")
+    assert len(str(caught.value)) < 500
+
+
+def test_a_part_of_recipes_is_not_run_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "base/dtensor", "--dry-run"]) == 2
+    assert "Fix: name a recipe, and add --with base/dtensor" in capsys.readouterr().err
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:

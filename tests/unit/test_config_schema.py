@@ -135,12 +135,56 @@ GUESSES = {
     "logger.wandb_project": "logger.wandb.project",
     "nodes": "cluster.num_nodes",
     "model": "policy.model_name",
+    # Names that a key of an engine, the profiler, another algorithm or another section has or resembles.
+    "tp": f"{MEGATRON}.tensor_model_parallel_size",
+    "tensor_parallel_size": f"{MEGATRON}.tensor_model_parallel_size",
+    "cp": f"{MEGATRON}.context_parallel_size",
+    "steps": "grpo.max_num_steps",
+    "epochs": "grpo.max_num_epochs",
+    "num_gpus": "cluster.gpus_per_node",
+    "cluster.num_gpus": "cluster.gpus_per_node",
+    "micro_batch_size": "policy.train_micro_batch_size",
+    "eval_interval": "grpo.val_period",
+    "kl": "loss_fn.reference_policy_kl_penalty",
+    "kl_coef": "loss_fn.reference_policy_kl_penalty",
+    "dtype": "policy.precision",
+    "timeout": "env.timeout_s",
+    "policy.bf16": "policy.precision",
+    "cluster.memory": "cluster.device_memory_gib",
+    "data.name": "data.train.name",
+    f"{MEGATRON}.optimizer.learning_rate": f"{MEGATRON}.optimizer.lr",
 }
+# Of a key of another section only an equal name is near, unless each section means something else by it.
+UNLIKE = ["loss_fn.eps", "env.name", "checkpointing.path", "checkpointing.load", f"{MEGATRON}.dp", "gamma"]
 
 
 @pytest.mark.parametrize(("guess", "meant"), GUESSES.items())
 def test_guessed_keys_name_the_key_of_the_same_section(guess: str, meant: str) -> None:
     assert nearest(guess, known_paths(run_type("grpo")), "grpo") == meant
+
+
+@pytest.mark.parametrize("guess", UNLIKE)
+def test_a_key_of_another_meaning_is_not_proposed(guess: str) -> None:
+    assert nearest(guess, known_paths(run_type("grpo")), "grpo") is None
+
+
+def test_a_dotted_name_in_a_file_is_to_be_nested() -> None:
+    violations = check_run({**raw_grpo(), "grpo.max_num_steps": 5})
+    assert [violation.fix for violation in violations] == ["write grpo: {max_num_steps: ...}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("cluster.device", "gpu", "did you mean 'cuda'?"),
+        (f"{MEGATRON}.optimizer.lr", "inf", "write a number alone, without a unit, a comma or quotes"),
+        ("cluster.device_memory_gib", "80G", "write a number alone, without a unit, a comma or quotes"),
+        ("policy.sequence_packing.enabled", 1, "write true"),
+        ("policy.sequence_packing.enabled", "enabled", "write true or false"),
+    ],
+)
+def test_a_value_of_another_form_is_answered_by_what_to_write(key: str, value: object, fix: str) -> None:
+    assert violations_after({key: value})[key].fix == fix
 
 
 @pytest.mark.parametrize(
@@ -152,7 +196,9 @@ def test_true_in_place_of_a_section_names_its_switch(section: str, switch: str) 
 
 
 def test_a_key_like_no_other_is_to_be_removed() -> None:
-    assert violations_after({"qqqqqqqq": 1})["qqqqqqqq"].fix == "remove it"
+    assert violations_after({"qqqq_qqqqqqqq": 1})["qqqq_qqqqqqqq"].fix == (
+        "remove it; megarl keys qqqqqqqq looks for one like it"
+    )
 
 
 def test_a_missing_algorithm_is_that_of_its_section() -> None:
@@ -385,6 +431,22 @@ def test_defaults_are_not_shared_between_configurations() -> None:
     first["policy"]["dtensor_cfg"]["enabled"] = True
     first["policy"]["generation"]["colocated"]["enabled"] = False
     assert second == complete_run(raw_grpo())
+
+
+def test_a_learning_rate_that_nothing_reads_is_answered_by_the_optimizer_s() -> None:
+    with pytest.raises(ConfigError, match=rf"Fix: write {MEGATRON}\.optimizer\.lr=2e-06$"):
+        validate_config(changed(raw_grpo(), {"policy.learning_rate": 2e-6}))
+
+
+def test_memory_in_mib_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device_memory_gib = 24576: .*at most 1,024"):
+        validate_config(changed(raw_grpo(), {"cluster.device_memory_gib": 24576}))
+
+
+def test_a_section_that_nobody_reads_is_shown_by_its_beginning() -> None:
+    with pytest.raises(ConfigError, match=r"grpo = \{.{10,100}\.\.\.\}: algorithm 'sft'") as caught:
+        validate_config({**raw_grpo(), "algorithm": "sft"})
+    assert "begin with a recipe of this algorithm" in str(caught.value)
 
 
 def test_nearest_prefers_the_same_section() -> None:

@@ -14,12 +14,13 @@ import yaml
 from megarl.cli import main
 from megarl.config.algorithms import ORDER, run_type
 from megarl.config.nested import put
-from megarl.config.other_trainers import without_foreign_keys
+from megarl.config.other_trainers import option_faults, without_foreign_keys
 from megarl.config.schema import known_paths
 from megarl.config.tables import FOREIGN_KEYS
 from tests.unit.config_samples import changed, raw_dpo, raw_grpo, raw_ppo
 
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ORDER)})(?:\.\w+)+")
+MEGATRON = "policy.megatron_cfg"
 OF_ARGUMENTS = {"policy.optimizer.kwargs"}
 
 
@@ -118,6 +119,34 @@ def test_every_key_is_answered_as_an_override_and_in_a_file(
             assert f"{trainer} has this key" in line
             assert "=7" in line or not re.fullmatch(r"[\w.{}]+", text)
     assert "there is no such key" not in shown + of_file
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--config", "CONFIG"], "remove --config"),
+        (["-c", "x.yaml"], "remove -c"),
+        (["--set", "seed=3"], "remove --set"),
+        (["-n"], "megarl keys WORD looks for a key, which is set by key=value"),
+        (["--tp", "2"], f"did you mean {MEGATRON}.tensor_model_parallel_size=2"),
+        (["--dataset", "gsm8k"], "write data.train.name=gsm8k"),
+        (["--resume"], "did you mean checkpointing.resume=...: write for example auto"),
+    ],
+)
+def test_an_option_that_was_guessed_is_answered_by_what_to_write(
+    words: list[str], fix: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(config_file) if word == "CONFIG" else word for word in words]
+    given = words if str(config_file) in words else [str(config_file), *words]
+    assert line_of(refusal(capsys, *given), words[0]).endswith(f"Fix: {fix}")
+
+
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_an_option_of_a_size_is_that_of_the_backend(backend: str) -> None:
+    section = {"megatron": MEGATRON, "dtensor": "policy.dtensor_cfg"}[backend]
+    config = put(raw_grpo(), f"{MEGATRON}.enabled", backend == "megatron")
+    [violation] = option_faults([("--cp", "2")], config, [])
+    assert violation.fix == f"did you mean {section}.context_parallel_size=2"
 
 
 @pytest.mark.parametrize("section", ["policy", "critic"])

@@ -307,10 +307,14 @@ def test_lines_fit_the_terminal(tmp_path: Path, width: int) -> None:
 
 
 def test_what_is_no_run_is_refused_with_what_was_looked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["status", str(tmp_path / "missing")]) == 2
     assert "does not exist" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "recipe")
+    assert main(["status", "recipe"]) == 2
+    assert "Fix: write runs/recipe" in capsys.readouterr().err
     make_run(tmp_path / "group" / "one")
     for command in (["status", str(tmp_path)], ["plot", str(tmp_path)]):
         assert main(command) == 2

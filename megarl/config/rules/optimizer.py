@@ -111,7 +111,8 @@ def learning_rate_is_used(view: View) -> Iterator[Violation]:
     )
     if view[key] != view[used]:
         bound = f"it is only read through a reference, and {used} = {view[used]} is not one"
-        yield Violation(key, view[key], bound, f"write {used}: ${{policy.learning_rate}}, or remove the line")
+        fix = f"write {used}: ${{policy.learning_rate}}, or remove the line"
+        yield Violation(key, view[key], bound, fix, ({used: view[key]},))
 
 
 def decay_of_learning_rate(view: View) -> Iterator[Violation]:

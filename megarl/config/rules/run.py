@@ -54,6 +54,9 @@ POLICY_WORKERS = "lm_policy"
 """Name of the policy's worker group."""
 
 
+_ADD = "add it, or begin with a recipe of this algorithm (megarl recipes)"
+
+
 def algorithm_is_known(view: View) -> Iterator[Violation]:
     """Require that ``algorithm`` is a built-in algorithm, or the import path of a valid one."""
     try:
@@ -67,7 +70,7 @@ def sections_of_algorithm(view: View) -> Iterator[Violation]:
     algorithm, name = view.algorithm, view["algorithm"]
     for section in algorithm.SECTIONS:
         if section not in algorithm.OPTIONAL and not view.written(section):
-            yield Violation(section, ABSENT, f"algorithm {name!r} needs this section", "add it")
+            yield Violation(section, ABSENT, f"algorithm {name!r} needs this section", _ADD)
     if (
         algorithm.GENERATES
         and view.has("policy")
