@@ -29,13 +29,12 @@ from megarl.config.backend import enabled_backend
 from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.config.sections import RunConfig
-from megarl.data.datasets import Examples, bound_cache, cache_directory
+from megarl.data.datasets import Dataset, Examples, bound_cache, cache_directory
 from megarl.data.table import Table, TableWriter, read_table
 from megarl.distributed.token_batches import supervised_batch
 from megarl.errors import DataError, ModelError
 
 if TYPE_CHECKING:
-    from megarl.data.datasets import Dataset
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.lm_policy import Policy
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.interfaces import reads_values
+from megarl.algorithms.interfaces import LossFunction, reads_values
 from megarl.models.engine.microbatches import under_mask
 from megarl.observe.metrics import Reduction, default_reduction, reduce_metrics, reduce_values
 from megarl.observe.timing import Sequences
-
-if TYPE_CHECKING:
-    from megarl.algorithms.interfaces import LossFunction
 
 
 def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, float]:

@@ -17,9 +17,10 @@ from omegaconf.resolvers import oc
 from converters.files.reading import DEEPEST, special_kind
 from megarl import env
 from megarl.config.data_sources import PLACE_KEYS, replaced_keys
+from megarl.config.guesses import nearest
 from megarl.config.nested import at, merge, put
 from megarl.config.recipes import inherited, is_recipe
-from megarl.config.schema import EXPECTED, IN_PLACE_OF_A_SECTION, nearest
+from megarl.config.schema import EXPECTED, IN_PLACE_OF_A_SECTION
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted_text, shown

@@ -12,10 +12,11 @@ import yaml
 from omegaconf import OmegaConf
 
 from megarl.config.algorithms import ALGORITHMS, KEY, run_type, sections_of
+from megarl.config.guesses import nearest
 from megarl.config.load import parse_hydra_overrides
 from megarl.config.models import as_of_policy, model_sections
 from megarl.config.nested import at
-from megarl.config.schema import ABSENT, check_section, known_paths, nearest
+from megarl.config.schema import ABSENT, check_section, known_paths
 from megarl.config.tables import FOREIGN_KEYS
 from megarl.errors import Violation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megarl.config.algorithms import ALGORITHMS, KEY, ORDER, run_type, sections_of
 from megarl.config.environments import EnvConfig, named_environments
+from megarl.config.guesses import nearest
 from megarl.config.models import POLICY, as_of_policy, in_full, model_sections
 from megarl.config.nested import at, has
 from megarl.config.policy import PolicyConfig
@@ -52,52 +53,6 @@ EXPECTED = {
 
 _SEARCH = "remove it; megarl keys {} looks for one like it"
 IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
-_CLOSE = 0.75
-# Words that users and other trainers write -> words in the names of keys.
-_SYNONYMS = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "batch": "global_batch",
-    "bf16": "precision",
-    "coef": "penalty",
-    "dtype": "precision",
-    "engine": "backend",
-    "etp": "expert_tensor_parallel_size",
-    "eval": "val",
-    "fp16": "precision",
-    "freq": "period",
-    "interval": "period",
-    "lora": "peft",
-    "memory": "device_memory",
-    "r": "dim",
-    "rank": "dim",
-    "sp": "sequence_parallel",
-    "vpp": "virtual_pipeline_model_parallel_size",
-}
-# Whole names -> names, or words in them.
-_NAMES = {
-    "beta": "kl_coef",
-    "kl": "kl_coef",
-    "learning_rate": "lr",
-    "mbs": "train_micro_batch_size",
-    "micro_batch_size": "train_micro_batch_size",
-}
-# The same, of names without a section, as of options. Without these, names that a subsection of an engine or
-# of the profiler happens to have would come first.
-_ALONE = {
-    "epochs": "max_num_epochs",
-    "steps": "max_num_steps",
-    "tp": "tensor_model_parallel_size",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-}
-_NUMBER = {"num", "n", "number"}
-# In each section these mean something else.
-_COMMON = {"dir", "enabled", "name", "path", "type"}
 # "gpu" is so like "cpu" that it would be proposed.
 _VALUES = {"gpu": "cuda"}
 _SIMILAR = 0.5
@@ -358,74 +313,3 @@ def _reads_as_number_or_flag(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
-
-
-def _fits(word: str, name: str) -> bool:
-    """Return whether a part of a name begins with a word."""
-    return any(part == word or (len(word) > 2 and part.startswith(word)) for part in name.split("_"))
-
-
-def nearest(path: str, known: Iterable[str], own: str = "") -> str | None:
-    """Return the allowed dotted path that the user most likely meant by an unknown one, or None.
-
-    A key of the same section that contains all words of the unknown one is preferred, such as ``num_nodes``
-    for ``nodes``. Otherwise it is one whose last part is close: one of the same section, one with the same
-    last part (first in the section ``own``), or the most similar one. Without a section, a key with the same
-    last part goes first. Sections of other algorithms than ``own`` are left out.
-    """
-    parent, _, last = path.rpartition(".")
-    top = path.partition(".")[0]
-    last = _NAMES.get(last) or (last if parent else _ALONE.get(last, last))
-    words = "_".join(_SYNONYMS.get(word, word) for word in last.split("_")).split("_")
-    others = {*ALGORITHMS} - {own, top} if own else set[str]()
-    name_of = {other: other.rpartition(".")[2] for other in known if other.partition(".")[0] not in others}
-    # An option such as --nodes has no section, so any will do, but not instead of a key of that very name.
-    fitting = [
-        other
-        for other, name in name_of.items()
-        if (other.rpartition(".")[0] == parent if parent else last not in name_of.values())
-        and all(_fits(word, name) for word in words)
-    ]
-    # num_generations is rather num_generations_per_prompt than val_num_generations_per_prompt.
-    fitting.sort(
-        key=lambda other: (
-            not name_of[other].startswith(words[0]),
-            name_of[other].count("_"),
-            other.count("."),
-        )
-    )
-    fitting += [other for other in name_of if other.replace(".", "_") == path.replace(".", "_")]
-    if len(words) > 1 and words[0] in _NUMBER and (parent or last not in name_of.values()):
-        # num_gpus is gpus_per_node.
-        fitting += [
-            other
-            for other, name in name_of.items()
-            if name.split("_")[: len(words) - 1] == words[1:]
-            and other.startswith(f"{parent}." if parent else "")
-        ]
-    if fitting:
-        return fitting[0]
-    # Few mistype the first letter, and eps is not steps.
-    alike = {name for name in name_of.values() if name[:1] == last[:1]}
-    close = difflib.get_close_matches(last, alike, n=5, cutoff=_CLOSE)
-    is_section = any(other.startswith(f"{top}.") for other in name_of)
-
-    def may_be(other: str) -> bool:
-        """Return whether a close name may be meant: in another section only that very name."""
-        own_section = not parent or not is_section or other.partition(".")[0] == top
-        return own_section or (name_of[other] == last and last not in _COMMON)
-
-    def likeness(other: str) -> tuple[bool, bool, bool, bool, float]:
-        section, _, name = other.rpartition(".")
-        ratio = difflib.SequenceMatcher(None, other, path).ratio()
-        of_megatron = not parent and ".megatron_cfg." in other
-        return (
-            bool(parent) and section == parent,
-            name == last,
-            other.partition(".")[0] == own,
-            of_megatron,
-            ratio,
-        )
-
-    near = (other for other, name in name_of.items() if name in close and may_be(other))
-    return max(near, key=likeness, default=None)

@@ -9,18 +9,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
+from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, DataSource, fields_of_key, set_module
 from megarl.data.messages import are_messages, as_messages, role_of
 from megarl.data.records import ranked_pair, require_object, tools_of, value_of
-from megarl.data.rows import rows_of, source_name
+from megarl.data.rows import Fields, rows_of, source_name
 from megarl.data.unread_columns import fault_of_columns
 from megarl.errors import DataError, RecordError
-
-if TYPE_CHECKING:
-    from megarl.config.data_sources import DataSource
-    from megarl.data.rows import Fields
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,26 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from megarl import env
-from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
+from megarl.config.data_sources import (
+    DEFAULT_CACHE_GIB,
+    FIELD_KEYS,
+    PAIR_KEYS,
+    DataConfig,
+    DataSource,
+    fields_of_key,
+    set_module,
+)
 from megarl.config.nested import at
 from megarl.data.columns import Kind, complete_source
 from megarl.data.records import Doubt, Fingerprint, Record, read_preferences, read_records, refuse, texts_of
-from megarl.data.rows import changed_while_read, content_digest, named_set, number_of_rows, source_name
+from megarl.data.rows import (
+    Fields,
+    changed_while_read,
+    content_digest,
+    named_set,
+    number_of_rows,
+    source_name,
+)
 from megarl.data.table import Column, Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import NO_TEMPLATE, PromptEncoder, encode_answers, long_text
 from megarl.errors import DataError, RecordError
@@ -34,9 +49,7 @@ from megarl.observe.progress import Phase, phase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config.data_sources import DataConfig, DataSource
     from megarl.data.messages import ToolDeclaration
-    from megarl.data.rows import Fields
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,31 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from megarl.config.data_sources import fields_of_key, key_steps
-from megarl.data.messages import advice_for_text, are_messages, as_messages, as_prompt, messages_in_json
-from megarl.data.rows import AS_LINES, NamedSet, Row, is_table, named_set, rows_of, source_name, value_at
+from megarl.config.data_sources import DataSource, fields_of_key, key_steps
+from megarl.data.messages import (
+    ChatMessage,
+    ToolDeclaration,
+    advice_for_text,
+    are_messages,
+    as_messages,
+    as_prompt,
+    messages_in_json,
+)
+from megarl.data.rows import (
+    AS_LINES,
+    Fields,
+    NamedSet,
+    Row,
+    is_table,
+    named_set,
+    rows_of,
+    source_name,
+    value_at,
+)
 from megarl.data.unread_columns import refuse_media
 from megarl.errors import DataError, RecordError
-
-if TYPE_CHECKING:
-    from megarl.config.data_sources import DataSource
-    from megarl.data.messages import ChatMessage, ToolDeclaration
-    from megarl.data.rows import Fields
 
 Found = TypeVar("Found")
 

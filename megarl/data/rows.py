@@ -11,15 +11,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from converters.errors import ConversionError
 from converters.files.reading import DEEPEST, check_depth, first_special, special_kind
-from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, key_steps, set_module
+from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, DataSource, fields_of_key, key_steps, set_module
 from megarl.errors import DataError, RecordError
-
-if TYPE_CHECKING:
-    from megarl.config.data_sources import DataSource
 
 Fields: TypeAlias = Mapping[str, Any]
 """An object of a data file: the value of each of its fields, whose names and types only its author knows."""

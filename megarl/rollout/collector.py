@@ -25,7 +25,7 @@ from megarl.errors import BatchError, MegarlError
 from megarl.models.generation.shared_stream import SharedStream
 from megarl.models.generation.stream import RequestStream, Waves
 from megarl.observe.step_line import EPISODES
-from megarl.observe.timing import GENERATION, Sequences
+from megarl.observe.timing import GENERATION, PhaseTimer, Sequences
 from megarl.rollout.environment import CUT, Environment, StopReason
 from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
 from megarl.rollout.trajectory import Segment, batch_of, token_rewards
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from megarl.data.datasets import Example
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.generation.interfaces import GenerationInterface, Sampling
-    from megarl.observe.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

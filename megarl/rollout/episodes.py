@@ -27,7 +27,7 @@ from megarl.algorithms.advantages import PART
 from megarl.distributed.token_rows import TokenRows
 from megarl.errors import BatchError, MegarlError, RewardError
 from megarl.models.generation.stream import Completion, Request, RequestStream
-from megarl.observe.timing import GENERATION
+from megarl.observe.timing import GENERATION, PhaseTimer
 from megarl.rollout.environment import Environment, EnvironmentReturn, StopReason, Turn, number_of
 from megarl.rollout.environments import environment_of
 from megarl.rollout.samples import seed_of_turn
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from megarl.data.datasets import Example
     from megarl.data.messages import ChatMessage
     from megarl.data.observations import History, ObservationEncoder
-    from megarl.observe.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from megarl.distributed.deadlines import at_step, validating
 from megarl.errors import StateError
-from megarl.observe.timing import STEP_SECONDS, VALIDATION_BESIDE
+from megarl.observe.timing import STEP_SECONDS, VALIDATION_BESIDE, PhaseTimer
 from megarl.run.stopping import StopRequest
 
 if TYPE_CHECKING:
     from megarl.algorithms.algorithm import Algorithm
     from megarl.observe.console import TrainingConsole
     from megarl.observe.sinks import MetricSinks
-    from megarl.observe.timing import PhaseTimer
     from megarl.run.profiling import StepProfiler
     from megarl.run.resume import CheckpointWriter
     from megarl.throughput.step import StepThroughput

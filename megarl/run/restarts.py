@@ -16,10 +16,9 @@ from megarl import env
 from megarl.config.sections import ClusterConfig
 from megarl.distributed.node_choice import ResourceInsufficientError
 from megarl.errors import DeadlineError, MegarlError, WorkerLostError
-from megarl.observe.launches import ENGINES, WORKERS
+from megarl.observe.launches import ENGINES, WORKERS, LaunchOutcome
 
 if TYPE_CHECKING:
-    from megarl.observe.launches import LaunchOutcome
     from megarl.run.stopping import StopRequest
 
 logger = logging.getLogger(__name__)

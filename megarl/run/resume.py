@@ -15,7 +15,7 @@ import yaml
 
 from megarl.algorithms.turns import Turns
 from megarl.checkpoint.background import CheckpointMemory, Write
-from megarl.checkpoint.manager import CONFIG_NAME
+from megarl.checkpoint.manager import CONFIG_NAME, CheckpointManager, TrainingInfo
 from megarl.checkpoint.storage import is_file, read_again, said_of_space
 from megarl.config.defaults import without_tildes
 from megarl.config.resume_changes import check_changes
@@ -32,7 +32,6 @@ from megarl.errors import (
 from megarl.redaction import redacted
 
 if TYPE_CHECKING:
-    from megarl.checkpoint.manager import CheckpointManager, TrainingInfo
     from megarl.config.plugins import Role
     from megarl.models.policy.interfaces import PolicyInterface
 

@@ -46,7 +46,7 @@ from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.progress import phase
 from megarl.observe.sample_files import DIRECTORY as SAMPLES
 from megarl.observe.sample_files import SampleFiles
-from megarl.observe.sinks import open_sinks
+from megarl.observe.sinks import MetricSinks, open_sinks
 from megarl.observe.timing import PhaseTimer
 from megarl.redaction import redacted
 from megarl.run.earlier_launch import (
@@ -79,7 +79,7 @@ from megarl.run.start import (
     start_ray,
     watched_memory,
 )
-from megarl.run.stopping import listening_for_stop, this_attempt
+from megarl.run.stopping import Attempt, StopRequest, listening_for_stop, this_attempt
 from megarl.run.time_left import time_left
 from megarl.throughput.step import Devices, StepThroughput
 
@@ -87,9 +87,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.models.policy.lm_policy import Policy
-    from megarl.observe.sinks import MetricSinks
     from megarl.rollout.sample_log import SampleLog
-    from megarl.run.stopping import Attempt, StopRequest
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ import pytest
 
 from megarl.config import complete_run, rules, validate_config, validate_policy_config
 from megarl.config.algorithms import run_type
+from megarl.config.guesses import nearest
 from megarl.config.load import load_config
 from megarl.config.recipes import find, recipes
 from megarl.config.rules.view import View
-from megarl.config.schema import check_policy, check_run, known_paths, nearest
+from megarl.config.schema import check_policy, check_run, known_paths
 from megarl.errors import ConfigError, Violation
 from tests.tiers import sampled
 from tests.unit.config_samples import changed, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_sft
