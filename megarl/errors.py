@@ -52,9 +52,9 @@ class Violation:
             # Rules quote values in their texts.
             rest = rest.replace(str(self.value), HIDDEN)
         value = shown(self.key, self.value)
-        if isinstance(self.value, Mapping) and len(value) > _LONGEST:
+        if isinstance(self.value, Mapping | list) and len(value) > _LONGEST:
             # A section with all of its defaults hides what is wrong with it.
-            value = f"{value[:_LONGEST]}...}}"
+            value = f"{value[:_LONGEST]}...{value[-1]}"
         return f"{self.key} = {value}: {rest}"
 
 

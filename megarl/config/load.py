@@ -378,9 +378,11 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
             AttributeError,
         ) as error:
             own_message = str(error) if isinstance(error, OverridesError) else None
+            fix = "write key.of.section=value"
+            if isinstance(error, yaml.YAMLError):
+                fix = "close its brackets and quotes, and quote the whole word for the shell"
             text = own_message or (
-                f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write "
-                "key.of.section=value"
+                f"override {override!r} cannot be applied: {_first_line(error)}. Fix: {fix}"
             )
             hidden = _without_secret(text, override)
             # Omit the cause if it would show the secret.

@@ -15,12 +15,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megarl.config.algorithms import ALGORITHMS, algorithm_class, run_type
+from megarl.config.algorithms import ALGORITHMS, KEY, algorithm_class, run_type
 from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, DataSource
 from megarl.config.nested import at, has, merge, put
+from megarl.config.other_trainers import foreign_fault
 from megarl.config.recipes import find, name_of
 from megarl.config.reward_arguments import ANSWER, SEVERAL, SINGLE, STATE, arguments_of, unknown_parameters
-from megarl.config.schema import known_paths
+from megarl.config.schema import known_paths, nearest
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import GIVEN, give_object, load_object
@@ -49,6 +50,7 @@ _LONGEST_PROMPT, _LONGEST_RESPONSE = 512, 256
 # Learning rates at the start of warm-up and the end of decay. Both must not exceed the requested learning
 # rate, so ``add_sizes`` sets them to a tenth of it.
 _SLOWEST_START = ("policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.scheduler.lr_warmup_init")
+_ARGUMENTS = ("model", "data", "validation", "reward", "run_dir", "progress", "backend")
 
 
 @dataclass
@@ -195,6 +197,9 @@ def add_overrides(call: Call, algorithm: str, inherited: Config, overrides: Mapp
         if name in _SOURCE_KEYS:
             continue
         keys = [name] if "." in name else _keys_of(name, algorithm, inherited, known)
+        if name == "steps" and isinstance(value, int):
+            # Not those of the profiler, which are a list.
+            keys = []
         if len(keys) == 1:
             call.put(keys[0], value, name)
         elif keys:
@@ -203,11 +208,15 @@ def add_overrides(call: Call, algorithm: str, inherited: Config, overrides: Mapp
                 Violation(name, value, f"several keys end with this name: {', '.join(keys)}", fix)
             )
         else:
-            ends = {path.rpartition(".")[2] for path in known}
-            near = difflib.get_close_matches(
-                name, [*ends, "model", "data", "validation", "reward", "run_dir", "progress", "backend"], n=3
+            near = difflib.get_close_matches(name, _ARGUMENTS, n=1) or [
+                key.rpartition(".")[2]
+                for key in [nearest(name, known, algorithm_class(algorithm).section())]
+                if key
+            ]
+            fault = None if near else foreign_fault(name, value, {**inherited, KEY: algorithm})
+            fix = (
+                f"did you mean {near[0]}?" if near else fault.fix if fault else "megarl keys WORD finds keys"
             )
-            fix = f"did you mean {' or '.join(near)}?" if near else "megarl keys WORD finds keys"
             call.faults.append(
                 Violation(
                     name,

@@ -220,6 +220,8 @@ def _prepared(
     directory is restored to its earlier contents."""
     call = begin(algorithm, backend)
     name = "-".join(filter(None, [call.written["recipe"], _name_of_model(model)]))
+    if run_dir is not None and Path(run_dir).is_file():
+        raise ConfigError([Violation("run_dir", str(run_dir), "it is a file", "give a directory")])
     directory = new_directory(name) if run_dir is None else Path(run_dir)
     made = [place for place in (directory / _DATA, directory, *directory.parents) if not place.exists()]
     made += [directory] if run_dir is None else []

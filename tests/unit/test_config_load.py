@@ -267,7 +267,7 @@ def test_a_text_that_begins_with_a_mark_of_yaml_needs_no_quotes(pattern: str) ->
         ("~none.b", "not there"),
         ("~t=other", "the value of t is 'text'"),
         ("t.x=3", "t is the value 'text', not a section"),
-        ("a.b=[1", "cannot be applied"),
+        ("a.b=[1", "cannot be applied: .*Fix: close its brackets and quotes, and quote the whole word"),
         ("list.7.x=3", "cannot be applied"),
     ],
 )

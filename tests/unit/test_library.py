@@ -249,6 +249,31 @@ def test_everything_that_is_wrong_is_said_at_once_in_the_words_of_the_call() -> 
     assert "model = None" in (text := refusals("grpo")) and "data = None" in text and "reward = None" in text
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "fix"),
+    [
+        ("dataset", ROWS, "did you mean data?"),
+        ("reward_funcs", right, "did you mean reward?"),
+        ("steps", 2, "did you mean max_num_steps?"),
+        ("max_steps", 2, "did you mean max_num_steps?"),
+        ("num_gpus", 2, "did you mean gpus_per_node?"),
+        ("tp", 2, "did you mean tensor_model_parallel_size?"),
+        ("output_dir", "x", "write run_dir=x"),
+        ("reward_model_name_or_path", "x", "write reward_model.model_name=x"),
+        ("nonsense", 2, "megarl keys WORD finds keys"),
+    ],
+)
+def test_a_guessed_argument_is_answered_by_the_one_that_is_meant(
+    argument: str, value: object, fix: str
+) -> None:
+    assert f"Fix: {fix}" in refusals("grpo", "model", ROWS, right, **{argument: value})
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert "run_dir = " in refusals("grpo", "model", ROWS, right, run_dir=str(tmp_path / "run"))
+
+
 def test_an_environment_of_ones_own_has_its_own_rewards(called: Call) -> None:
     environment = f"{Path(__file__).parents[1] / 'toys' / 'guess.py'}:Guess"
     config = called("grpo", "model", ROWS, environment=environment, max_rollout_turns=3, gpus_per_node=2)
