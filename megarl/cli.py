@@ -400,10 +400,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 _GUESSED = {
-    "bench": "python -m benchmarks",
     "help": "megarl --help",
     "list": "megarl recipes",
-    "ls": "megarl recipes",
     "plan": "megarl train CONFIG --dry-run",
     "quickstart": "bash launch/quickstart.sh",
     "resume": "megarl train CONFIG: the command of a run resumes it",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.rollout_source import ValidatesBeside, WaitingBatches
 from megarl.distributed.deadlines import validating
 from megarl.errors import MegarlError, WorkerLostError
-from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT, VALIDATION_BESIDE
+from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT, VALIDATION_BESIDE, PhaseTimer
 
 if TYPE_CHECKING:
     from megarl.algorithms.refit import Refit
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from megarl.algorithms.sampled_batch import Sampling
     from megarl.data.datasets import Dataset
     from megarl.models.generation.interfaces import GenerationInterface
-    from megarl.observe.timing import PhaseTimer
     from megarl.rollout.collector import RefittedEngine
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.files.atomic import fsync_directory, fsync_file, write_json_atomic
-from megarl.algorithms.ahead import with_new_engines
+from megarl.algorithms.ahead import HeldEngines, with_new_engines
 from megarl.algorithms.rollout_source import InTurn, ValidatesBeside, other_schedule
 from megarl.algorithms.sampled_batch import (
     DIRECTORY,
@@ -41,7 +41,6 @@ from megarl.errors import MegarlError, UnusableCheckpointError
 from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, VALIDATION_BESIDE, PhaseTimer
 
 if TYPE_CHECKING:
-    from megarl.algorithms.ahead import HeldEngines
     from megarl.algorithms.rollout_source import Validated
     from megarl.data.datasets import Dataset
     from megarl.data.sampler import Sampler

@@ -34,7 +34,8 @@ def appears_whole(directory: Path) -> Iterator[Path]:
     """
     # In the same parent directory, because a rename is atomic only within one file system.
     staging = directory.parent / f".{directory.name}.partial"
-    first = _is_first_of(directory)
+    # The lowest of the ranks that pass the same path prepares and publishes it.
+    first = gather_objects(str(directory)).index(str(directory)) == dist.get_rank()
     _agree(_prepare(directory, staging) if first else None)
     try:
         yield staging
@@ -120,12 +121,6 @@ def _prepare(directory: Path, staging: Path) -> str | None:
     except OSError as error:
         return f"cannot write a checkpoint to {directory}: {error}; give a directory that this user may write"
     return None
-
-
-def _is_first_of(directory: Path) -> bool:
-    """Return whether this rank is the lowest of the ranks that pass the same path. Collective over all
-    ranks."""
-    return gather_objects(str(directory)).index(str(directory)) == dist.get_rank()
 
 
 def _publish_together(directory: Path, staging: Path, first: bool) -> None:

@@ -311,9 +311,8 @@ def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
         config = OmegaConf.load(path)
     except yaml.YAMLError as error:
         fix = "indent by spaces, not by tabs" if re.search(r"^\s*\t", text, re.M) else "correct that line"
-        raise ConfigError(
-            f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: {fix}"
-        ) from error
+        problem = getattr(error, "problem", None) or _first_line(error)
+        raise ConfigError(f"{path}{_place_of(error)}: not valid YAML: {problem}. Fix: {fix}") from error
     except RecursionError as error:
         raise ConfigError(f"configuration file {path}{origin}: {_TOO_DEEP}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -330,10 +329,6 @@ def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
 def _place_of(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _problem_of(error: yaml.YAMLError) -> str:
-    return getattr(error, "problem", None) or _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -361,7 +361,7 @@ class ClusterConfig(TypedDict):
                 "memory of one GPU in GiB (the MiB of nvidia-smi / 1024), with which the memory plan is "
                 "compared before anything starts. null skips the comparison; only an engine whose weights "
                 "exceed its share of 80 GiB is then refused.",
-                Range(low=0, high=1024, low_open=True),
+                Range(low=0, high=4096, low_open=True),
                 default=None,
             ),
         ]

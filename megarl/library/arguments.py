@@ -17,11 +17,12 @@ from typing import Any, Literal, get_args
 
 from megarl.config.algorithms import ALGORITHMS, KEY, algorithm_class, run_type
 from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, DataSource
+from megarl.config.guesses import nearest
 from megarl.config.nested import at, has, merge, put
 from megarl.config.other_trainers import foreign_fault
 from megarl.config.recipes import find, name_of
 from megarl.config.reward_arguments import ANSWER, SEVERAL, SINGLE, STATE, arguments_of, unknown_parameters
-from megarl.config.schema import known_paths, nearest
+from megarl.config.schema import known_paths
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import GIVEN, give_object, load_object

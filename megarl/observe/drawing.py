@@ -221,7 +221,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> Legend:
             centres,
             bars,
             bottom=bottom,
-            width=_bar_width(centres),
+            width=0.9 * min((right - left for left, right in pairwise(centres)), default=1.0),
             color=colour,
             label=f"{name} ({_mean(seconds[trained:]):.3g} s)",
         )
@@ -268,7 +268,3 @@ def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> Legend:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _bar_width(centres: Sequence[float]) -> float:
-    return 0.9 * min((right - left for left, right in pairwise(centres)), default=1.0)

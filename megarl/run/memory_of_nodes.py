@@ -106,7 +106,7 @@ class MemoryOfNodes:
         # Kill only actors that have not replied. On the other nodes the call has failed, and their actors
         # serve the next checkpoint or have died.
         for node in failed:
-            if not _has_answered(calls[node]):
+            if not ray_calls.wait([calls[node]], num_returns=1, timeout=0)[0]:
                 # Ray restarts the actor, so that the next checkpoint may wait there.
                 _kill(self._actors[node], no_restart=False)
 
@@ -267,10 +267,6 @@ def _actor_on(node: str, checkpoint_dir: Path) -> Any:
         num_cpus=0, max_restarts=-1, max_concurrency=4, scheduling_strategy=place
     )
     return ray_calls.submit(actor, str(checkpoint_dir), node)
-
-
-def _has_answered(call: ray.ObjectRef[Any]) -> bool:
-    return bool(ray_calls.wait([call], num_returns=1, timeout=0)[0])
 
 
 def _has_failed(call: ray.ObjectRef[Any]) -> bool:

@@ -440,7 +440,7 @@ def test_a_learning_rate_that_nothing_reads_is_answered_by_the_optimizer_s() -> 
 
 
 def test_memory_in_mib_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device_memory_gib = 24576: .*at most 1,024"):
+    with pytest.raises(ConfigError, match=r"device_memory_gib = 24576: .*at most 4,096"):
         validate_config(changed(raw_grpo(), {"cluster.device_memory_gib": 24576}))
 
 
