@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -349,15 +350,8 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     # Keep interpolations unresolved, because an override may change what they refer to.
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
     _replace_lists(changed, overrides)
-    for place, override in enumerate(overrides):
-        before, after = overrides[:place][-1:], overrides[place + 1 :][:1]
-        if "=" not in override and (
-            any(word.startswith("=") for word in after) or any(word.endswith("=") for word in before)
-        ):
-            raise OverridesError(
-                f"override {override!r} has spaces around its '='. Fix: write key.of.section=value "
-                "without spaces"
-            )
+    _refuse_spaces(overrides)
+    for override in overrides:
         try:
             _apply(changed, override)
         except RecursionError as error:
@@ -414,6 +408,17 @@ def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
         source = OmegaConf.select(config, path)
         for key in replaced_keys(own) if isinstance(source, DictConfig) else ():
             source.pop(key, None)
+
+
+def _refuse_spaces(overrides: Sequence[str]) -> None:
+    """Refuse ``key = value``, which a shell divides into several words."""
+    for one, other in pairwise(overrides):
+        word = one if other.startswith("=") else other if one.endswith("=") else "="
+        # A removal, ~key, has no "=" and may follow an empty value.
+        if "=" not in word and not word.startswith("~"):
+            raise OverridesError(
+                f"override {word!r} has spaces around its '='. Fix: write key.of.section=value without spaces"
+            )
 
 
 def _without_secret(text: str, override: str) -> str:

@@ -284,6 +284,11 @@ def test_spaces_around_the_equals_sign_are_named(words: tuple[str, ...]) -> None
         overridden(*words)
 
 
+def test_a_removal_may_follow_an_empty_value() -> None:
+    changed = overridden("name=", "~a.c")
+    assert changed["name"] is None and "c" not in changed["a"]
+
+
 def test_a_data_file_among_overrides_is_the_training_data(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.jsonl", "{}")
     with pytest.raises(OverridesError, match=rf"Fix: write data\.train\.path={path}$"):
