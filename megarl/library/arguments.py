@@ -209,15 +209,11 @@ def add_overrides(call: Call, algorithm: str, inherited: Config, overrides: Mapp
                 Violation(name, value, f"several keys end with this name: {', '.join(keys)}", fix)
             )
         else:
-            near = difflib.get_close_matches(name, _ARGUMENTS, n=1) or [
-                key.rpartition(".")[2]
-                for key in [nearest(name, known, algorithm_class(algorithm).section())]
-                if key
+            [near] = difflib.get_close_matches(name, _ARGUMENTS, n=1) or [
+                (nearest(name, known, algorithm_class(algorithm).section()) or "").rpartition(".")[2]
             ]
             fault = None if near else foreign_fault(name, value, {**inherited, KEY: algorithm})
-            fix = (
-                f"did you mean {near[0]}?" if near else fault.fix if fault else "megarl keys WORD finds keys"
-            )
+            fix = f"did you mean {near}?" if near else fault.fix if fault else "megarl keys WORD finds keys"
             call.faults.append(
                 Violation(
                     name,
